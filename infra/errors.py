@@ -1,13 +1,13 @@
 """One tree of errors. Whether a retry can mend something follows from the type, never from the message.
 
-    DraftsmithError
-    ├── InputError           what the user gave is wrong: one line, exit code 2, never retried
-    ├── InfrastructureError  a process, node, server or store failed: retry with backoff
-    │   ├── ServerError      a vLLM server or engine did not start, died or hung
-    │   └── StorageError     the object store did not answer in time
-    ├── PartialError         part of the work is bad: redo that part
-    │   └── DamagedShard     a shard's bytes do not match its record
-    └── StageFailed          the stage ran and its result is not acceptable: a person must look
+DraftsmithError
+├── InputError           what the user gave is wrong: one line, exit code 2, never retried
+├── InfrastructureError  a process, node, server or store failed: retry with backoff
+│   ├── ServerError      a vLLM server or engine did not start, died or hung
+│   └── StorageError     the object store did not answer in time
+├── PartialError         part of the work is bad: redo that part
+│   └── DamagedShard     a shard's bytes do not match its record
+└── StageFailed          the stage ran and its result is not acceptable: a person must look
 """
 
 from __future__ import annotations

@@ -1,0 +1,411 @@
+"""Plans, shard records and manifests: the only truth about what is done.
+
+A stage lives in `<root>/<stage>/<key>/`. Its plan is written first and fixes the shards; each shard's data is
+written under a name that its content gives, then its record, create-only: that record is the commit. The manifest,
+written last, says that the stage is complete. A listing may only disprove a record, never stand for one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from infra import storage
+from infra.errors import DamagedShard, StageFailed
+from infra.fingerprint import content_sha256, sha256_hex, stage_key
+
+RECORD_FIELDS = ("shard", "data", "sha256", "size_bytes", "rows", "status_counts", "inputs")
+
+
+@dataclass(frozen=True)
+class StageRef:
+    """Where one stage of one configuration lives. `content` is exactly what its key hashes."""
+
+    root: str
+    stage: str
+    content: Mapping[str, Any]
+
+    @cached_property
+    def key(self) -> str:
+        return stage_key(dict(self.content))
+
+    @property
+    def uri(self) -> str:
+        return storage.join(self.root, self.stage, self.key)
+
+    @property
+    def plan_uri(self) -> str:
+        return storage.join(self.uri, "plan.json")
+
+    @property
+    def manifest_uri(self) -> str:
+        return storage.join(self.uri, "manifest.json")
+
+    def upstream_uri(self, stage: str) -> str:
+        """Folder of the stage this one reads, by the key in its content."""
+        return storage.join(self.root, stage, self.content["upstream"][stage])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One planned unit of work.
+
+    Args:
+        shard: its id, five digits: "00012".
+        inputs: what it reads, as `<stage>/<shard>` of upstream stages.
+        extra: more that the plan fixes, such as the `file` it writes or the `split` it holds.
+    """
+
+    shard: str
+    inputs: tuple[str, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shard": self.shard, "inputs": list(self.inputs), **self.extra}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Shard:
+        extra = {name: item for name, item in value.items() if name not in ("shard", "inputs")}
+        return cls(value["shard"], tuple(value["inputs"]), extra)
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """The commit of one shard.
+
+    Args:
+        data: file name of the object: in `shards/` when it begins with the shard's id, else in the stage's folder.
+        inputs: sha256 of each input's record at the time of writing, by name.
+        extra: more fields that the stage adds; deterministic for deterministic data, since records are hashed.
+    """
+
+    shard: str
+    data: str
+    sha256: str
+    size_bytes: int
+    rows: int
+    status_counts: Mapping[str, int]
+    inputs: Mapping[str, str]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**{name: _jsonable(getattr(self, name)) for name in RECORD_FIELDS}, **self.extra}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ShardRecord:
+        extra = {name: item for name, item in value.items() if name not in RECORD_FIELDS}
+        return cls(**{name: value[name] for name in RECORD_FIELDS}, extra=extra)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of the record itself: what downstream records name as their input's hash."""
+        return content_sha256(self.to_json())
+
+    @property
+    def data_path(self) -> str:
+        """Path of the object relative to the stage's folder."""
+        return f"shards/{self.data}" if self.data.startswith(f"{self.shard}-") else self.data
+
+
+@dataclass(frozen=True)
+class StageState:
+    """What a stage has and what it lacks, as its records and one listing tell.
+
+    Args:
+        plan: its shards in order; empty when no plan has been written.
+        records: the valid records by shard id.
+        manifest: the manifest, only when it is present and every shard of the plan is valid.
+        problems: why a record was not taken, by shard id.
+    """
+
+    plan: tuple[Shard, ...]
+    records: Mapping[str, ShardRecord]
+    manifest: Mapping[str, Any] | None
+    problems: Mapping[str, str]
+
+    @property
+    def missing(self) -> list[Shard]:
+        return [shard for shard in self.plan if shard.shard not in self.records]
+
+    @property
+    def complete(self) -> bool:
+        return self.manifest is not None
+
+
+def record_uri(stage_uri: str, shard: str) -> str:
+    return storage.join(stage_uri, "shards", f"{shard}.json")
+
+
+def write_plan(stage: StageRef, shards: Sequence[Shard]) -> tuple[Shard, ...]:
+    """Fix the stage's shards. The first plan written under a key stands; it is returned.
+
+    Raises:
+        StageFailed: the plan found there was made for other content (a key collision, or a foreign file).
+    """
+    plan = {
+        "stage": stage.stage,
+        "key": stage.key,
+        "schema_version": stage.content["schema_version"],
+        "content": stage.content,
+        "shards": [shard.to_json() for shard in shards],
+    }
+    body = _dump(plan)
+    if storage.create(stage.plan_uri, body):
+        return tuple(shards)
+    found = _load(storage.get(stage.plan_uri))
+    if found is None:
+        storage.put(stage.plan_uri, body)
+        return tuple(shards)
+    if found.get("content") != json.loads(body)["content"]:
+        raise StageFailed(f"{stage.plan_uri} was written for another configuration; move it away and run again")
+    return tuple(Shard.from_json(shard) for shard in found["shards"])
+
+
+def read_plan(stage_uri: str) -> tuple[Shard, ...]:
+    """The planned shards, or none when there is no readable plan."""
+    try:
+        found = _load(storage.get(storage.join(stage_uri, "plan.json")))
+    except FileNotFoundError:
+        return ()
+    return tuple(Shard.from_json(shard) for shard in found["shards"]) if found else ()
+
+
+def read_records(stage_uri: str, shards: Sequence[Shard] | None = None) -> dict[str, ShardRecord]:
+    """Every readable record, by shard id: from the manifest where there is one, else from the records."""
+    manifest = read_manifest(stage_uri)
+    if manifest is not None:
+        return _records_of(manifest)
+    return _read_record_files(stage_uri, read_plan(stage_uri) if shards is None else shards)
+
+
+def read_manifest(stage_uri: str) -> dict[str, Any] | None:
+    """The manifest, or None when it is absent or cannot be read."""
+    try:
+        found = _load(storage.get(storage.join(stage_uri, "manifest.json")))
+    except FileNotFoundError:
+        return None
+    if found is None or not isinstance(found.get("shards"), list):
+        return None
+    return found if all(_is_record(item) for item in found["shards"]) else None
+
+
+def input_hashes(root: str, upstream: Mapping[str, str], shards: Sequence[Shard]) -> dict[str, str]:
+    """Current record hash of every upstream shard, by `<stage>/<shard>`.
+
+    Args:
+        upstream: key of each upstream stage, by name.
+        shards: the planned shards whose inputs are asked for.
+    """
+    stages = {name.split("/")[0] for shard in shards for name in shard.inputs}
+    hashes: dict[str, str] = {}
+    for stage in sorted(stages):
+        for shard, record in read_records(storage.join(root, stage, upstream[stage])).items():
+            hashes[f"{stage}/{shard}"] = record.fingerprint
+    return hashes
+
+
+def inspect(stage: StageRef) -> StageState:
+    """What is done and what is missing: the manifest or the records, and one listing that may only disprove."""
+    plan = read_plan(stage.uri)
+    if not plan:
+        return StageState((), {}, None, {})
+    listing = storage.list_sizes(stage.uri)
+    current_inputs = input_hashes(stage.root, stage.content["upstream"], plan)
+    manifest = read_manifest(stage.uri)
+    if manifest is not None and not _bears_out(manifest, listing):
+        manifest = None
+    found = _records_of(manifest) if manifest else _read_record_files(stage.uri, plan)
+    records: dict[str, ShardRecord] = {}
+    problems: dict[str, str] = {}
+    for shard in plan:
+        record = found.get(shard.shard)
+        problem = _disproof(shard, record, listing, current_inputs)
+        if record is not None and problem is None:
+            records[shard.shard] = record
+        elif problem is not None:
+            problems[shard.shard] = problem
+    return StageState(plan, records, manifest if len(records) == len(plan) else None, problems)
+
+
+def commit_shard(
+    stage: StageRef,
+    shard: Shard,
+    data: bytes,
+    *,
+    rows: int,
+    status_counts: Mapping[str, int],
+    inputs: Mapping[str, str],
+    suffix: str = ".parquet",
+    extra: Mapping[str, Any] | None = None,
+) -> ShardRecord:
+    """Write a shard's data, then its record. The first valid record stands; a second writer gets it back.
+
+    Args:
+        data: the whole object.
+        inputs: current record hash of each of the shard's inputs (from `input_hashes`).
+        suffix: file ending of the data; unused where the plan names the `file`.
+        extra: more fields of the record.
+    """
+    digest = sha256_hex(data)
+    name = shard.extra.get("file") or f"{shard.shard}-{digest[:12]}{suffix}"
+    record = ShardRecord(
+        shard.shard,
+        name,
+        digest,
+        len(data),
+        rows,
+        dict(status_counts),
+        {given: inputs[given] for given in shard.inputs},
+        dict(extra or {}),
+    )
+    data_uri = storage.join(stage.uri, record.data_path)
+    uri = record_uri(stage.uri, shard.shard)
+    standing = _standing_record(stage.uri, uri, record)
+    if standing is not None:
+        return standing
+    storage.delete(stage.manifest_uri)  # one that stands here repeats a record that is no longer valid
+    if not storage.create(data_uri, data):
+        storage.put(data_uri, data)
+    if storage.create(uri, _dump(record.to_json())):
+        return record
+    standing = _standing_record(stage.uri, uri, record)
+    if standing is not None:
+        return standing
+    storage.put(uri, _dump(record.to_json()))
+    return record
+
+
+def finish(
+    stage: StageRef, provenance: Mapping[str, Any], extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write the manifest of a stage all of whose shards are committed.
+
+    Raises:
+        StageFailed: a planned shard has no valid record.
+    """
+    state = inspect(stage)
+    if state.missing or not state.plan:
+        lacking = ", ".join(shard.shard for shard in state.missing[:5])
+        raise StageFailed(f"{stage.uri} lacks shards {lacking or '(no plan)'}; run the same command again")
+    records = [state.records[shard.shard] for shard in state.plan]
+    statuses: Counter[str] = Counter()
+    for record in records:
+        statuses.update(record.status_counts)
+    manifest = {
+        "stage": stage.stage,
+        "key": stage.key,
+        "schema_version": stage.content["schema_version"],
+        "shards": [record.to_json() for record in records],
+        "totals": {
+            "rows": sum(record.rows for record in records),
+            "size_bytes": sum(record.size_bytes for record in records),
+            "status_counts": dict(statuses),
+        },
+        "provenance": dict(provenance),
+        **(extra or {}),
+    }
+    if not storage.create(stage.manifest_uri, _dump(manifest)):
+        standing = read_manifest(stage.uri)
+        if standing is not None and standing["shards"] == manifest["shards"]:
+            return standing
+        storage.put(stage.manifest_uri, _dump(manifest))
+    return json.loads(_dump(manifest))  # type: ignore[no-any-return]
+
+
+def read_shard(stage_uri: str, record: ShardRecord) -> bytes:
+    """A shard's bytes, checked against its record.
+
+    Raises:
+        DamagedShard: the object is absent, or its bytes are not those that were committed.
+    """
+    try:
+        data = storage.get(storage.join(stage_uri, record.data_path))
+    except FileNotFoundError:
+        raise DamagedShard(stage_uri, record.shard, f"{record.data} is not there") from None
+    if sha256_hex(data) != record.sha256:
+        raise DamagedShard(stage_uri, record.shard, f"{record.data} does not match its record's sha256")
+    return data
+
+
+def invalidate(stage_uri: str, shard: str) -> None:
+    """Forget a damaged shard, so that the next inspection finds it missing.
+
+    The manifest goes first: a crash in between leaves an incomplete stage, never a complete one with a hole.
+    """
+    storage.delete(storage.join(stage_uri, "manifest.json"))
+    storage.delete(record_uri(stage_uri, shard))
+
+
+def _records_of(manifest: Mapping[str, Any]) -> dict[str, ShardRecord]:
+    return {item["shard"]: ShardRecord.from_json(item) for item in manifest["shards"]}
+
+
+def _read_record_files(stage_uri: str, shards: Sequence[Shard]) -> dict[str, ShardRecord]:
+    bodies = storage.get_many(record_uri(stage_uri, shard.shard) for shard in shards)
+    records = (_parse_record(body) for body in bodies.values())
+    return {record.shard: record for record in records if record is not None}
+
+
+def _bears_out(manifest: Mapping[str, Any], listing: Mapping[str, int]) -> bool:
+    """Whether each record the manifest repeats also stands beside its shard, whole as far as its size tells."""
+    return all(
+        listing.get(f"shards/{shard}.json") == len(_dump(record.to_json()))
+        for shard, record in _records_of(manifest).items()
+    )
+
+
+def _standing_record(stage_uri: str, uri: str, made: ShardRecord) -> ShardRecord | None:
+    """The record already there, if it is valid for the same inputs and its object has the recorded size."""
+    body = storage.get_many([uri]).get(uri)
+    found = _parse_record(body) if body is not None else None
+    if found is None or dict(found.inputs) != dict(made.inputs):
+        return None
+    try:
+        intact = storage.size(storage.join(stage_uri, found.data_path)) == found.size_bytes
+    except FileNotFoundError:
+        return None
+    return found if intact else None
+
+
+def _disproof(
+    shard: Shard, record: ShardRecord | None, listing: Mapping[str, int], current_inputs: Mapping[str, str]
+) -> str | None:
+    if record is None:
+        return "its record cannot be read" if f"shards/{shard.shard}.json" in listing else None
+    if record.data_path not in listing:
+        return f"{record.data} is not there"
+    if listing[record.data_path] != record.size_bytes:
+        return f"{record.data} has {listing[record.data_path]} bytes, its record says {record.size_bytes}"
+    for name in shard.inputs:
+        if record.inputs.get(name) != current_inputs.get(name):
+            return f"its input {name} has changed"
+    return None
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and all(name in value for name in RECORD_FIELDS)
+
+
+def _parse_record(body: bytes) -> ShardRecord | None:
+    found = _load(body)
+    return ShardRecord.from_json(found) if _is_record(found) and found is not None else None
+
+
+def _jsonable(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _dump(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _load(body: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
