@@ -179,7 +179,7 @@ def read_records(stage_uri: str, shards: Sequence[Shard] | None = None) -> dict[
     manifest = read_manifest(stage_uri)
     if manifest is not None:
         return _records_of(manifest)
-    return _read_record_files(stage_uri, read_plan(stage_uri) if shards is None else shards)
+    return read_record_files(stage_uri, read_plan(stage_uri) if shards is None else shards)
 
 
 def read_manifest(stage_uri: str) -> dict[str, Any] | None:
@@ -193,19 +193,13 @@ def read_manifest(stage_uri: str) -> dict[str, Any] | None:
     return found if all(_is_record(item) for item in found["shards"]) else None
 
 
-def input_hashes(root: str, upstream: Mapping[str, str], shards: Sequence[Shard]) -> dict[str, str]:
-    """Current record hash of every upstream shard, by `<stage>/<shard>`.
-
-    Args:
-        upstream: key of each upstream stage, by name.
-        shards: the planned shards whose inputs are asked for.
-    """
-    stages = {name.split("/")[0] for shard in shards for name in shard.inputs}
-    hashes: dict[str, str] = {}
-    for stage in sorted(stages):
-        for shard, record in read_records(storage.join(root, stage, upstream[stage])).items():
-            hashes[f"{stage}/{shard}"] = record.fingerprint
-    return hashes
+def input_records(stage: StageRef, shards: Sequence[Shard]) -> dict[str, ShardRecord]:
+    """The present record of every upstream shard that the shards read, by `<stage>/<shard>`."""
+    found: dict[str, ShardRecord] = {}
+    for upstream in sorted({name.split("/")[0] for shard in shards for name in shard.inputs}):
+        for shard_id, record in read_records(stage.upstream_uri(upstream)).items():
+            found[f"{upstream}/{shard_id}"] = record
+    return found
 
 
 def inspect(stage: StageRef) -> StageState:
@@ -214,11 +208,11 @@ def inspect(stage: StageRef) -> StageState:
     if not plan:
         return StageState((), {}, None, {})
     listing = storage.list_sizes(stage.uri)
-    current_inputs = input_hashes(stage.root, stage.content["upstream"], plan)
+    current_inputs = input_records(stage, plan)
     manifest = read_manifest(stage.uri)
     if manifest is not None and not _bears_out(manifest, listing):
         manifest = None
-    found = _records_of(manifest) if manifest else _read_record_files(stage.uri, plan)
+    found = _records_of(manifest) if manifest else read_record_files(stage.uri, plan)
     records: dict[str, ShardRecord] = {}
     problems: dict[str, str] = {}
     for shard in plan:
@@ -238,7 +232,7 @@ def commit_shard(
     *,
     rows: int,
     status_counts: Mapping[str, int],
-    inputs: Mapping[str, str],
+    inputs: Mapping[str, ShardRecord],
     suffix: str = ".parquet",
     extra: Mapping[str, Any] | None = None,
 ) -> ShardRecord:
@@ -246,20 +240,20 @@ def commit_shard(
 
     Args:
         data: the whole object.
-        inputs: current record hash of each of the shard's inputs (from `input_hashes`).
+        inputs: present record of each of the shard's inputs (from `input_records`), the ones that were read.
         suffix: file ending of the data; unused where the plan names the `file`.
         extra: more fields of the record.
     """
     digest = sha256_hex(data)
-    name = shard.extra.get("file") or f"{shard.shard}-{digest[:12]}{suffix}"
+    data_name = shard.extra.get("file") or f"{shard.shard}-{digest[:12]}{suffix}"
     record = ShardRecord(
         shard.shard,
-        name,
+        data_name,
         digest,
         len(data),
         rows,
         dict(status_counts),
-        {given: inputs[given] for given in shard.inputs},
+        {name: inputs[name].fingerprint for name in shard.inputs},
         dict(extra or {}),
     )
     data_uri = storage.join(stage.uri, record.data_path)
@@ -344,7 +338,8 @@ def _records_of(manifest: Mapping[str, Any]) -> dict[str, ShardRecord]:
     return {item["shard"]: ShardRecord.from_json(item) for item in manifest["shards"]}
 
 
-def _read_record_files(stage_uri: str, shards: Sequence[Shard]) -> dict[str, ShardRecord]:
+def read_record_files(stage_uri: str, shards: Sequence[Shard]) -> dict[str, ShardRecord]:
+    """Every readable record of the shards, from the record files themselves."""
     bodies = storage.get_many(record_uri(stage_uri, shard.shard) for shard in shards)
     records = (_parse_record(body) for body in bodies.values())
     return {record.shard: record for record in records if record is not None}
@@ -372,7 +367,7 @@ def _standing_record(stage_uri: str, uri: str, made: ShardRecord) -> ShardRecord
 
 
 def _disproof(
-    shard: Shard, record: ShardRecord | None, listing: Mapping[str, int], current_inputs: Mapping[str, str]
+    shard: Shard, record: ShardRecord | None, listing: Mapping[str, int], current_inputs: Mapping[str, ShardRecord]
 ) -> str | None:
     if record is None:
         return "its record cannot be read" if f"shards/{shard.shard}.json" in listing else None
@@ -381,7 +376,8 @@ def _disproof(
     if listing[record.data_path] != record.size_bytes:
         return f"{record.data} has {listing[record.data_path]} bytes, its record says {record.size_bytes}"
     for name in shard.inputs:
-        if record.inputs.get(name) != current_inputs.get(name):
+        present = current_inputs.get(name)
+        if present is None or record.inputs.get(name) != present.fingerprint:
             return f"its input {name} has changed"
     return None
 

@@ -93,9 +93,9 @@ def test_a_changed_input_makes_the_shard_stale(tmp_path: Path) -> None:
     complete(upstream, {"00000": b"a", "00001": b"b"})
     below = ref(tmp_path, "responses", {"prompts": upstream.key})
     shards = manifest.write_plan(below, [Shard(name, (f"prompts/{name}",)) for name in ("00000", "00001")])
-    hashes = manifest.input_hashes(below.root, {"prompts": upstream.key}, shards)
+    inputs = manifest.input_records(below, shards)
     for shard in shards:
-        commit(below, shard, b"row", hashes)
+        commit(below, shard, b"row", inputs)
     manifest.finish(below, {})
     assert manifest.inspect(below).complete
     manifest.invalidate(upstream.uri, "00001")
