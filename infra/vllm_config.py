@@ -1,0 +1,168 @@
+"""How vLLM is configured and started: one config, the flags and the variables that follow from it.
+
+vLLM lives in an environment of its own (its pins and Prefect's exclude each other), so nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from infra.config import CONTENT, Config
+from infra.errors import InputError
+from infra.locations import project_home
+
+# What VllmServer or a field of VllmConfig sets; given once more as a free flag it would win unseen.
+_OWN_FLAGS = {
+    "--api-key": None,
+    "--host": None,
+    "--model": None,
+    "--port": None,
+    "--served-model-name": None,
+    "--speculative-config": None,
+    "--sc": None,
+    "--trust-remote-code": "verifier.trust_remote_code",
+    "--dtype": "vllm.dtype",
+    "--enforce-eager": "vllm.enforce_eager",
+    "--gpu-memory-utilization": "vllm.gpu_memory_utilization",
+    "--max-model-len": "vllm.max_model_len",
+    "--reasoning-parser": "vllm.reasoning_parser",
+    "--tensor-parallel-size": "vllm.tensor_parallel_size",
+    "--tp": "vllm.tensor_parallel_size",
+}
+
+_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|_KEY)$", re.IGNORECASE)
+
+
+class VllmConfig(Config):
+    """How vLLM is started, for generation, extraction and evaluation alike."""
+
+    python: str | None = None
+    """Interpreter of vLLM's environment, relative to the project's folder; by default `.venv-vllm/bin/python`."""
+    environment: dict[str, str] = Field(default={})
+    """Variables to add for vLLM, such as CUDA_VISIBLE_DEVICES or VLLM_CPU_KVCACHE_SPACE (GiB). No secrets: vLLM
+    inherits the environment of this program, and what stands here is stored with the results."""
+    max_model_len: Annotated[int | None, CONTENT, Field(ge=2)] = None
+    """Longest sequence, in tokens, prompt and completion together; by default what the model declares."""
+    dtype: Annotated[Literal["auto", "bfloat16", "float16", "float32"], CONTENT] = "auto"
+    """Type of weights and activations; `auto` is the one of the checkpoint."""
+    reasoning_parser: Annotated[str | None, CONTENT] = None
+    """vLLM's parser that tells the model's thinking from its answer, such as `qwen3` or `deepseek_r1`."""
+    model_args: Annotated[list[str], CONTENT] = Field(default=[])
+    """Further flags that change what the model writes, such as `--quantization=fp8` or `--chat-template=FILE`."""
+    extra_args: list[str] = Field(default=[])
+    """Further flags that only change how fast it is, such as `--max-num-seqs=512`."""
+    enforce_eager: bool = False
+    """Do not compile the model or capture CUDA graphs: a faster start, slower generation."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that one model is spread over."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of each GPU's memory that vLLM may take (of the machine's memory, on a CPU without
+    VLLM_CPU_KVCACHE_SPACE)."""
+    startup_timeout_seconds: float = Field(default=2700.0, gt=0.0)
+    """How long loading the model may take; half an hour is usual for 1 TB of weights."""
+
+    @field_validator("model_args", "extra_args")
+    @classmethod
+    def _no_own_flags(cls, flags: list[str]) -> list[str]:
+        for flag in flags:
+            name = "--" + flag.split("=")[0].lstrip("-").replace("_", "-")
+            if flag.startswith("-") and name in _OWN_FLAGS:
+                owner = _OWN_FLAGS[name]
+                raise ValueError(
+                    f"{flag} is not allowed here: " + (f"set {owner}" if owner else "it is set for you")
+                )
+        return flags
+
+    @field_validator("environment")
+    @classmethod
+    def _no_secrets(cls, environment: dict[str, str]) -> dict[str, str]:
+        for name in environment:
+            if _SECRET_NAME.search(name):
+                raise ValueError(
+                    f"{name} looks like a secret: export it in the environment of this program instead"
+                )
+        return environment
+
+    def interpreter(self) -> Path:
+        """The interpreter of vLLM's environment.
+
+        Raises:
+            InputError: it does not exist or cannot be executed.
+        """
+        # Not resolved: a virtual environment is known by its link to the interpreter.
+        path = project_home() / Path(self.python or ".venv-vllm/bin/python").expanduser()
+        if not (path.is_file() and os.access(path, os.X_OK)):
+            raise InputError(
+                "vllm.python", f"there is no interpreter {path}; run `make setup`, or name the one that has vLLM"
+            )
+        return path
+
+
+def engine_flags(config: VllmConfig, *, model_path: str | Path, trust_remote_code: bool = False) -> list[str]:
+    """The engine's part of vLLM's command line, the same for a server and for an offline engine."""
+    flags = ["--model", str(model_path), "--dtype", config.dtype]
+    flags += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
+    flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
+    if config.max_model_len is not None:
+        flags += ["--max-model-len", str(config.max_model_len)]
+    if config.reasoning_parser is not None:
+        flags += ["--reasoning-parser", config.reasoning_parser]
+    if config.enforce_eager:
+        flags.append("--enforce-eager")
+    if trust_remote_code:
+        flags.append("--trust-remote-code")
+    return [*flags, *config.model_args, *config.extra_args]
+
+
+def engine_environment(config: VllmConfig, *, model_path: str | Path) -> dict[str, str]:
+    """Variables to add for a process of vLLM's; no secrets among them."""
+    added = {
+        "VLLM_NO_USAGE_STATS": "1",
+        # Neither this project's packages nor the pipeline's environment may shadow what vLLM imports.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": "",
+    }
+    if os.path.isdir(model_path):
+        added["HF_HUB_OFFLINE"] = "1"
+    return {**added, **config.environment}
+
+
+_VERSION_PROGRAM = """
+import importlib.metadata as metadata
+for name in ("vllm", "vllm-cpu"):
+    try:
+        print(metadata.version(name))
+        break
+    except metadata.PackageNotFoundError:
+        pass
+"""
+
+
+def vllm_version(config: VllmConfig) -> str:
+    """Version of vLLM in its environment, such as "0.32.0", without importing it. Blocks some 0.1 s, once.
+
+    Raises:
+        InputError: the interpreter is not there, or has no vLLM.
+    """
+    return _version_of(config.interpreter())
+
+
+@functools.cache
+def _version_of(interpreter: Path) -> str:
+    try:
+        asked = subprocess.run(
+            [interpreter, "-I", "-c", _VERSION_PROGRAM], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise InputError("vllm.python", f"{interpreter} does not work: {error}") from error
+    version = asked.stdout.strip()
+    if not version:
+        raise InputError("vllm.python", f"{interpreter} has no vLLM; run `make setup`, or name the one that has it")
+    return version
