@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from typing import IO
 from infra import guard
 from infra.errors import InputError
 from infra.guard import DEFAULT_GRACE_SECONDS, POLL_SECONDS, descendants
+from infra.logs import log_tail
 
 TOKEN_VARIABLE = "DRAFTSMITH_TOKEN"  # which piece of work a process belongs to; the same in every run of it
 MARK_VARIABLE = "DRAFTSMITH_GUARD"  # which guard a process belongs to; new at each start
@@ -207,39 +207,6 @@ def end_stale(token: str) -> list[int]:
     """
     _require_linux()
     return _end_bearers(TOKEN_VARIABLE, token)
-
-
-def log_tail(
-    path: str | os.PathLike[str], *, offset: int = 0, max_lines: int = 6, max_bytes: int = 262_144
-) -> list[str]:
-    """The last error-looking lines of a log file, to be shown in an error message.
-
-    Prefers lines that name an exception, then lines of level ERROR or alike, then simply the last ones.
-
-    Args:
-        offset: bytes at the beginning to ignore (an earlier attempt's output; `GuardedProcess.log_offset`).
-        max_lines: most lines to return; a repeated line counts once.
-        max_bytes: most bytes to read from the end.
-    """
-    try:
-        with open(path, "rb") as log:
-            log.seek(max(offset, log.seek(0, os.SEEK_END) - max_bytes))
-            text = log.read().decode(errors="replace")
-    except OSError:
-        return []
-    lines = [line.strip()[:400] for line in re.split(r"[\r\n]+", text) if line.strip()]
-    for pattern in (_EXCEPTION_LINE, _ERROR_LINE, None):
-        found = [line for line in lines if pattern is None or (pattern.search(line) and "Warning:" not in line)]
-        if found:
-            # The same message often comes from several processes, each with its own prefix.
-            by_message = {_LOG_PREFIX.sub("", line): line for line in found}
-            return list(by_message.values())[-max_lines:]
-    return []
-
-
-_EXCEPTION_LINE = re.compile(r"\b[A-Za-z_]\w*(Error|Exception|Exit|Interrupt)(\s*:|$)|error: ")
-_ERROR_LINE = re.compile(r"\b(ERROR|FATAL|CRITICAL|Error|Fatal|Killed|out of memory|[Cc]annot|refused|denied)\b")
-_LOG_PREFIX = re.compile(r"^(\([^)]*\)\s*)?((ERROR|CRITICAL|FATAL)\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
 
 
 def _ancestors() -> set[int]:

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import httpx
 
-from infra.errors import ServerError
+from infra.errors import InputError, ServerError
 from infra.processes import GuardedProcess, end_stale, log_tail
 from infra.vllm_config import VllmConfig, engine_environment, engine_flags, vllm_version
 from infra.vllm_metrics import ServerProgress, SpeculationCounters, parse_counters, parse_progress
@@ -39,9 +39,11 @@ __all__ = [
 
 HOST = "127.0.0.1"
 API_KEY_VARIABLE = "VLLM_API_KEY"  # read by vLLM itself: a key on the command line would show in the process list
+EXIT_USAGE = 2  # of argparse: a flag is unknown or its value wrong, which no retry mends
 POLL_SECONDS = 0.5
 REPORT_SECONDS = 30.0
 REQUEST_TIMEOUT_SECONDS = 30.0
+
 logger = logging.getLogger("draftsmith.vllm_server")
 
 
@@ -57,7 +59,7 @@ class VllmServer:
         trust_remote_code: let vLLM run code that comes with the model.
 
     Raises, on entering:
-        InputError: vLLM's interpreter is not there.
+        InputError: vLLM's interpreter is not there, or vLLM does not know a flag.
         ServerError: the server ended while starting, or was not ready in time; the message holds its last errors.
     """
 
@@ -144,10 +146,13 @@ class VllmServer:
 
     def failure(self, problem: str) -> ServerError:
         """An error about this server, with the last errors of its log."""
-        offset = self._process.log_offset if self._process else 0
-        lines = "".join(f"\n    {line}" for line in log_tail(self.log_path, offset=offset))
-        lines = lines.replace(self.api_key, "(the API key)")
+        lines = "".join(f"\n    {line}" for line in self._log_tail())
         return ServerError(f"The vLLM server of {self.served_name} {problem}. The end of {self.log_path}:{lines}")
+
+    def _log_tail(self) -> list[str]:
+        offset = self._process.log_offset if self._process else 0
+        lines = log_tail(self.log_path, offset=offset) or ["(nothing)"]
+        return [line.replace(self.api_key, "(the API key)") for line in lines]
 
     @property
     def _root(self) -> str:
@@ -180,6 +185,8 @@ class VllmServer:
         next_report_seconds = REPORT_SECONDS
         while True:
             code = process.poll()
+            if code == EXIT_USAGE:
+                raise InputError("vllm", f"vLLM refuses its flags: {self._log_tail()[-1]}")
             if code is not None:
                 error = self.failure(f"ended with code {code} while starting")
                 taken = "address already in use" in str(error).lower()

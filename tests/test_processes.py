@@ -237,6 +237,8 @@ def test_log_tail_prefers_the_cause(tmp_path: Path) -> None:
         "(APIServer pid=2) ValueError: no memory",
         "RuntimeError: Engine core initialization failed.",
     ]
-    log.write_text("INFO started\nINFO bye\n")
-    assert log_tail(log, max_lines=1) == ["INFO bye"]
+    log.write_text("INFO Error: no\nx.ValidationError: 1 error for Config\n  no such folder [type=x]\nbye\n")
+    assert log_tail(log) == ["x.ValidationError: 1 error for Config", "no such folder [type=x]"]
+    log.write_text("started\nbye\n")
+    assert log_tail(log, max_lines=1) == ["bye"]
     assert log_tail(tmp_path / "absent") == []

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from infra import vllm_server
-from infra.errors import ServerError
+from infra.errors import InputError, ServerError
 from infra.processes import descendants, living, process_token
 from infra.vllm_server import VllmConfig, VllmServer
 
@@ -140,6 +140,14 @@ async def test_early_exit_shows_the_last_errors_at_once(tmp_path: Path, token: s
     assert time.monotonic() - started < 10
     assert "earlier attempt" not in str(caught.value)
     assert len((tmp_path / "starts").read_text().split()) == 1
+
+
+@pytest.mark.usefixtures("interpreter")
+async def test_a_flag_that_vllm_refuses_is_the_users(tmp_path: Path, token: str) -> None:
+    start = "import argparse; argparse.ArgumentParser(prog='api_server.py').parse_args(['--no-such'])"
+    with pytest.raises(InputError, match=r"^vllm: .*unrecognized arguments: --no-such$"):
+        async with server_of(tmp_path, token, start=start):
+            pass
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -1,0 +1,132 @@
+"""The real vLLM under our server class: one request, its counters, and the parent's sudden death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from infra.processes import living, process_token
+from infra.verifier import VerifierConfig, materialize
+from infra.vllm_server import parse_counters, parse_progress
+
+pytestmark = pytest.mark.e2e
+
+END_SECONDS = 15.0
+NUM_SPECULATIVE_TOKENS = 2
+
+# A parent as a flow's process is. It says where the server is and then only waits to be killed.
+PARENT = """
+import asyncio, json, logging, sys
+from infra.vllm_server import VllmConfig, VllmServer, vllm_version
+logging.basicConfig(level=logging.INFO)
+model_path, log_path, token, speculative_config = sys.argv[1:]
+config = VllmConfig(
+    environment={"VLLM_CPU_KVCACHE_SPACE": "1"}, max_model_len=512, enforce_eager=True, startup_timeout_seconds=400
+)
+
+async def main():
+    async with VllmServer(
+        config,
+        model_path=model_path,
+        served_name="smoke",
+        log_path=log_path,
+        token=token,
+        speculative_config=json.loads(speculative_config),
+    ) as server:
+        said = {"base_url": server.base_url, "api_key": server.api_key, "version": vllm_version(config)}
+        print(json.dumps(said), flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def model_path() -> str:
+    return os.environ.get("DRAFTSMITH_TEST_MODEL") or str(materialize(VerifierConfig()).path)
+
+
+@pytest.fixture
+def token() -> Iterator[str]:
+    value = process_token("test", uuid.uuid4().hex)
+    yield value
+    for pid in living(value):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_serves_counts_and_dies_with_its_parent(model_path: str, token: str, tmp_path: Path) -> None:
+    log_path = tmp_path / "server.log"
+    # Looks for the prompt's last tokens earlier in the prompt: a repetitive prompt makes it draft.
+    speculative_config = {
+        "method": "ngram",
+        "num_speculative_tokens": NUM_SPECULATIVE_TOKENS,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 1,
+    }
+    arguments = [model_path, str(log_path), token, json.dumps(speculative_config)]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        line = parent.stdout.readline()
+        assert line, f"the server did not start: {log_path.read_text()[-3000:]}"
+        said = json.loads(line)
+        _check_request_and_counters(said["base_url"], said["api_key"])
+        _check_secrecy(said["api_key"], token, log_path)
+        assert said["version"] in log_path.read_text()
+    finally:
+        parent.kill()
+        parent.wait()
+    killed = time.monotonic()
+    while living(token) and time.monotonic() - killed < END_SECONDS:
+        time.sleep(0.1)
+    assert living(token) == []
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{said['base_url']}/models", trust_env=False)
+
+
+def _check_request_and_counters(base_url: str, api_key: str) -> None:
+    with httpx.Client(headers={"Authorization": f"Bearer {api_key}"}, trust_env=False, timeout=120) as client:
+        metrics_url = base_url.removesuffix("/v1") + "/metrics"
+        before = client.get(metrics_url).text
+        request = {
+            "model": "smoke",
+            "messages": [{"role": "user", "content": "Repeat: one two three one two three one two three"}],
+            "max_tokens": 40,
+            "temperature": 0.0,
+            "return_token_ids": True,
+        }
+        answer = client.post(f"{base_url}/chat/completions", json=request).raise_for_status().json()
+        after = client.get(metrics_url).text
+    usage = answer["usage"]
+    assert len(answer["prompt_token_ids"]) == usage["prompt_tokens"] > 0
+    assert len(answer["choices"][0]["token_ids"]) == usage["completion_tokens"] > 0
+    counted = parse_counters(after) - parse_counters(before)
+    assert counted.num_drafts > 0
+    assert counted.num_drafts <= counted.num_draft_tokens <= NUM_SPECULATIVE_TOKENS * counted.num_drafts
+    assert len(counted.accepted_per_position) == NUM_SPECULATIVE_TOKENS
+    assert sum(counted.accepted_per_position) == counted.num_accepted_tokens
+    progress = parse_progress(after)
+    generated = progress.num_generation_tokens - parse_progress(before).num_generation_tokens
+    assert generated == usage["completion_tokens"]
+    assert progress.num_prompt_tokens >= usage["prompt_tokens"]
+    assert (progress.num_requests_running, progress.num_requests_waiting) == (0, 0)
+    assert progress.kv_cache_usage is not None
+    assert 0.0 <= progress.kv_cache_usage <= 1.0
+
+
+def _check_secrecy(api_key: str, token: str, log_path: Path) -> None:
+    pids = living(token)
+    assert len(pids) >= 3, "the engine is not found by its token: has setproctitle wiped its environment?"
+    for pid in pids:
+        assert api_key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert api_key not in log_path.read_text()
