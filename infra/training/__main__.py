@@ -1,0 +1,56 @@
+"""`python -m torch.distributed.run --standalone --nproc-per-node N -m infra.training SPEC.json`
+
+SPEC.json is a TrainSpec. Exit codes: 0 trained to the last step, 75 stopped by SIGTERM after a checkpoint (run the
+same command to resume), 1 failed, 2 the specification is wrong. torchrun itself ends with 1 for any of the last
+three, so the last progress line says which it was (infra.training.progress).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from infra.errors import DamagedShard, DraftsmithError, InputError
+from infra.training.config import TrainSpec
+from infra.training.loop import Trainer
+from infra.training.progress import EXIT_RESUME, say
+from infra.training.ranks import Ranks
+
+
+def main(arguments: list[str]) -> int:
+    """Run one rank. Returns its exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if len(arguments) != 1:
+        print(__doc__, file=sys.stderr)
+        return 2
+    try:
+        spec = TrainSpec.model_validate_json(Path(arguments[0]).read_bytes())
+    except (OSError, ValidationError) as error:
+        say("failed", error_type="InputError", message=str(error))
+        return 2
+    ranks = Ranks()
+    try:
+        trainer = Trainer(spec, ranks)
+        finished = trainer.run()
+    except DraftsmithError as error:
+        more = {}
+        if isinstance(error, DamagedShard):
+            more = {"stage_uri": error.stage_uri, "shard": error.shard, "problem": error.problem}
+        say("failed", error_type=type(error).__name__, message=str(error), **more)
+        return 2 if isinstance(error, InputError) else 1
+    if ranks.rank == 0:
+        say("done" if finished else "stopped", step=trainer.step)
+    ranks.close()
+    return 0 if finished else EXIT_RESUME
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The prefetching thread may still hold a batch; nothing of it is worth waiting for.
+    os._exit(code)

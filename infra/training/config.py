@@ -1,0 +1,136 @@
+"""What the trainer can be told, and the specification that its process is started with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from infra.config import CONTENT, Config
+
+LossName = Literal["kl_div", "reverse_kl_div", "js_div", "ce", "tv", "nla", "lk_hybrid"]
+
+
+class TrainConfig(Config):
+    """Hyper-parameters of the draft and of its training; the last group changes only how the work is done."""
+
+    epochs: Annotated[float, CONTENT, Field(gt=0)] = 10.0
+    """Passes over the training samples; ignored when `num_steps` is given."""
+
+    num_steps: Annotated[int | None, CONTENT, Field(ge=1)] = None
+    """Optimizer steps in all; unset: as many as `epochs` makes."""
+
+    learning_rate: Annotated[float, CONTENT, Field(gt=0)] = 1e-3
+    """Highest learning rate of the schedule."""
+
+    schedule: Annotated[Literal["cosine", "linear", "constant"], CONTENT] = "cosine"
+    """How the learning rate falls after the warm-up."""
+
+    warmup_steps: Annotated[int, CONTENT, Field(ge=0)] = 50
+    """Steps over which the learning rate rises from zero."""
+
+    final_learning_rate_ratio: Annotated[float, CONTENT, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the last step, as a share of `learning_rate`."""
+
+    weight_decay: Annotated[float, CONTENT, Field(ge=0)] = 0.01
+    """AdamW's decoupled weight decay, for matrices only."""
+
+    adam_betas: Annotated[tuple[float, float], CONTENT] = (0.9, 0.95)
+    """AdamW's averaging factors of the gradient and of its square."""
+
+    max_gradient_norm: Annotated[float, CONTENT, Field(gt=0)] = 1.0
+    """Gradients with a larger norm over all parameters are scaled down to it."""
+
+    total_seq_len: Annotated[int, CONTENT, Field(ge=16)] = 2048
+    """Tokens of one packed sequence; a longer sample is cut."""
+
+    global_batch: Annotated[int, CONTENT, Field(ge=1)] = 1
+    """Packed sequences per optimizer step, over all ranks; a multiple of num_ranks."""
+
+    ttt_steps: Annotated[int, CONTENT, Field(ge=1, le=16)] = 3
+    """Training-time-test steps: how far ahead the draft is trained to guess."""
+
+    ttt_step_loss_decay: Annotated[float, CONTENT, Field(gt=0, le=1)] = 0.8
+    """Weight of each TTT step's loss relative to the step before."""
+
+    loss: Annotated[LossName, CONTENT] = "kl_div"
+    """Loss between the draft's and the verifier's distributions, by speculators' name."""
+
+    num_layers: Annotated[int, CONTENT, Field(ge=1)] = 1
+    """Decoder layers of the draft."""
+
+    train_lm_head: Annotated[bool, CONTENT] = False
+    """Train the draft's language-model head too; else it stays the verifier's rows."""
+
+    norm_before_residual: Annotated[bool, CONTENT] = True
+    """Take the residual after the hidden states' norm (speculators' default for training)."""
+
+    fc_norm: Annotated[bool, CONTENT] = False
+    """Normalize each auxiliary layer's states by itself before they are combined."""
+
+    norm_output: Annotated[bool, CONTENT] = False
+    """Feed normalized hidden states back from one TTT step to the next."""
+
+    state_noise: Annotated[float, CONTENT, Field(ge=0)] = 0.0
+    """Uniform noise on the auxiliary hidden states, as a share of their root mean square; against overfitting."""
+
+    seed: Annotated[int, CONTENT, Field(ge=0)] = 0
+    """Seeds the initial weights, the order of the samples, the split and the noise."""
+
+    precision: Annotated[Literal["bf16", "fp32"], CONTENT] = "bf16"
+    """Arithmetic of the matrix products; weights, gradients and the optimizer are always fp32."""
+
+    validation_share: Annotated[float, CONTENT, Field(ge=0, lt=1)] = 0.02
+    """Share of the samples, by hash of their id, that only measures."""
+
+    shuffle_window_shards: Annotated[int, CONTENT, Field(ge=1)] = 16
+    """Shards whose samples are mixed with one another; that many are held in memory."""
+
+    num_ranks: Annotated[int, Field(ge=1)] = 1
+    """Processes that torchrun starts, one per GPU."""
+
+    num_threads: Annotated[int | None, Field(ge=1)] = None
+    """CPU threads of one rank; unset: the machine's cores shared among the ranks."""
+
+    checkpoint_every_steps: Annotated[int, Field(ge=1)] = 200
+    """Steps between checkpoints: what a crash may cost."""
+
+    log_every_steps: Annotated[int, Field(ge=1)] = 10
+    """Steps between lines of metrics."""
+
+    validate_every_steps: Annotated[int, Field(ge=1)] = 200
+    """Steps between measurements on the validation samples; one is made at the end in any case."""
+
+    implementation: Literal["auto", "rows", "library"] = "auto"
+    """Forward pass: `rows` computes trained rows only, `library` is speculators' own; auto: rows on CPU."""
+
+
+class TrainSpec(Config):
+    """Everything one run of the trainer reads: the content of the file torchrun is started with."""
+
+    train: TrainConfig
+    """Hyper-parameters."""
+
+    hidden_states_uri: str
+    """Folder of the hidden_states stage (`<root>/hidden_states/<key>`)."""
+
+    vocab_uri: str
+    """The vocabulary map (`<root>/vocab/<key>/vocab.safetensors`)."""
+
+    draft_uri: str
+    """Folder of the drafts stage (`<root>/drafts/<key>`); checkpoints go below it."""
+
+    lease_epoch: Annotated[int, Field(ge=0)]
+    """Number of the lease under which this run writes; a later holder has a higher one."""
+
+    verifier_path: str
+    """Local folder with the verifier's config and safetensors weights."""
+
+    aux_hidden_state_layer_ids: Annotated[tuple[int, ...], Field(min_length=1)]
+    """Layers whose states the draft reads: the extracted ids without the last."""
+
+    metrics_path: str
+    """Local file that gets one JSON line per logged step."""
+
+    trust_remote_code: bool = False
+    """Run code that the verifier's folder brings along to read its config."""

@@ -1,0 +1,80 @@
+"""One process of the trainer among the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from infra.training.config import TrainConfig
+
+
+class Ranks:
+    """This process among the ranks; one process alone needs no process group."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.cuda = torch.cuda.is_available()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = torch.device("cuda", local_rank) if self.cuda else torch.device("cpu")
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+        if self.world > 1:
+            dist.init_process_group("nccl" if self.cuda else "gloo")
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks; a new tensor on the CPU."""
+        if self.world == 1:
+            return values.clone()
+        shared = values.clone().to(self.device)
+        dist.all_reduce(shared)
+        return shared.cpu()
+
+    def any(self, value: bool) -> bool:
+        return bool(self.sum(torch.tensor(float(value))) > 0)
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def share_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        if self.world == 1:
+            assert data is not None
+            return data
+        size = self.sum(torch.tensor(len(data) if data is not None else 0))
+        buffer = torch.zeros(int(size), dtype=torch.uint8)
+        if data is not None:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        buffer = buffer.to(self.device)
+        dist.broadcast(buffer, src=0)
+        return buffer.cpu().numpy().tobytes()
+
+    def close(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+class StopRequest:
+    """Set by SIGTERM; the loop looks at it after each step."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+def set_up_threads(config: TrainConfig, ranks: Ranks) -> None:
+    """Share the cores among this machine's ranks."""
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.num_threads or max(1, cores // local_world))
+    # Adam's averages of weights that hardly move decay into denormals, on which CPUs are many times slower.
+    torch.set_flush_denormal(True)

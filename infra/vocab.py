@@ -1,0 +1,156 @@
+"""The draft's vocabulary: the tokens the verifier generates most, and the maps between the two numberings.
+
+- d2t: offsets, verifier_id = draft_id + d2t[draft_id]
+- t2d: membership mask over the verifier's vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from pydantic import Field
+from safetensors.torch import load, save
+from torch import Tensor
+
+from infra.config import CONTENT, Config
+from infra.errors import StageFailed
+from infra.schemas import STATUS_FAILED
+
+FILE_NAME = "vocab.safetensors"
+
+
+class VocabConfig(Config):
+    """Size of the draft's vocabulary."""
+
+    draft_vocab_size: Annotated[int, CONTENT, Field(ge=1)] = 8192
+    """Tokens the draft can propose; others are left to the verifier. More cover more and cost time."""
+
+
+@dataclass(frozen=True)
+class VocabMap:
+    """A draft vocabulary.
+
+    Args:
+        d2t: [draft_vocab_size] int64 offsets.
+        t2d: [verifier_vocab_size] bool membership.
+        counts: [verifier_vocab_size] int64, how often each token was generated.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+    counts: Tensor
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return int(self.d2t.shape[0])
+
+    @property
+    def verifier_vocab_size(self) -> int:
+        return int(self.t2d.shape[0])
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[draft_vocab_size], the verifier's id of each draft id."""
+        return torch.arange(self.draft_vocab_size) + self.d2t
+
+    @property
+    def coverage(self) -> float:
+        """Share of the generated tokens that the draft can propose."""
+        total = int(self.counts.sum())
+        return float(self.counts[self.t2d].sum()) / total if total else 0.0
+
+    def check(self) -> None:
+        """Raises StageFailed unless d2t and t2d name the same tokens, each once, in ascending order."""
+        ids = self.token_ids
+        if self.counts.shape != self.t2d.shape:
+            raise StageFailed(f"vocabulary map: {len(self.counts)} counts for {len(self.t2d)} tokens")
+        if bool((ids < 0).any()) or bool((ids >= self.verifier_vocab_size).any()):
+            raise StageFailed("vocabulary map: d2t leads outside the verifier's vocabulary")
+        if not torch.equal(ids, self.t2d.nonzero().squeeze(1)):
+            raise StageFailed("vocabulary map: d2t and t2d do not name the same tokens; build it anew")
+
+    def to_bytes(self) -> bytes:
+        """safetensors bytes; the same map gives the same bytes."""
+        tensors = {"counts": self.counts, "d2t": self.d2t, "t2d": self.t2d}
+        return bytes(save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> VocabMap:
+        """Read and check a map. Raises StageFailed when it is not one."""
+        try:
+            tensors = load(data)
+            found = cls(tensors["d2t"].long(), tensors["t2d"].bool(), tensors["counts"].long())
+        except Exception as error:
+            raise StageFailed(f"vocabulary map cannot be read: {error}") from error
+        found.check()
+        return found
+
+
+def count_tokens(table: pa.Table, verifier_vocab_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """How often each token was generated in one shard of responses.
+
+    Args:
+        table: rows of schemas.RESPONSES; `input_ids`, `loss_mask` and `status` are read.
+
+    Returns:
+        [verifier_vocab_size] int64 counts of the tokens under the loss_mask in rows that did not fail.
+
+    Raises:
+        StageFailed: a row's mask and ids differ in length, or an id lies outside the vocabulary.
+    """
+    usable = table.filter(pa.compute.not_equal(table["status"], STATUS_FAILED))
+    ids = _flatten(usable["input_ids"]).to_numpy(zero_copy_only=False)
+    mask = _flatten(usable["loss_mask"]).to_numpy(zero_copy_only=False)
+    if len(ids) != len(mask):
+        raise StageFailed(f"responses: {len(ids)} token ids but {len(mask)} loss_mask values")
+    generated = ids[mask.astype(bool)]
+    if len(generated) and not 0 <= int(generated.min()) <= int(generated.max()) < verifier_vocab_size:
+        raise StageFailed(
+            f"responses: token id {int(generated.max())} is outside the verifier's {verifier_vocab_size} tokens"
+        )
+    return np.bincount(generated, minlength=verifier_vocab_size).astype(np.int64)
+
+
+def count_tokens_of_shard(data: bytes, verifier_vocab_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """`count_tokens` of a responses shard, given its Parquet bytes."""
+    table = pq.read_table(pa.BufferReader(data), columns=["input_ids", "loss_mask", "status"])
+    return count_tokens(table, verifier_vocab_size)
+
+
+def build_map(
+    config: VocabConfig, counts: Iterable[np.ndarray[Any, np.dtype[np.int64]]], verifier_vocab_size: int
+) -> VocabMap:
+    """Merge the shards' counts and take the most frequent tokens.
+
+    Raises:
+        StageFailed: nothing was generated, or the draft vocabulary would be larger than the verifier's.
+    """
+    from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
+
+    if config.draft_vocab_size > verifier_vocab_size:
+        raise StageFailed(
+            f"vocab.draft_vocab_size is {config.draft_vocab_size}, the verifier has {verifier_vocab_size} tokens"
+        )
+    total = np.zeros(verifier_vocab_size, dtype=np.int64)
+    for shard in counts:
+        total += shard
+    if not total.any():
+        raise StageFailed("no response has a generated token, so there is no vocabulary to choose")
+    seen = {int(token): int(total[token]) for token in np.flatnonzero(total)}
+    d2t, t2d = build_vocab_mappings_from_distribution(seen, config.draft_vocab_size, verifier_vocab_size)
+    built = VocabMap(d2t.long(), t2d.bool(), torch.from_numpy(total))
+    built.check()
+    return built
+
+
+def _flatten(column: pa.ChunkedArray) -> pa.Array:
+    combined = column.combine_chunks()
+    if isinstance(combined, pa.ChunkedArray):
+        combined = pa.concat_arrays(combined.chunks) if combined.num_chunks else pa.array([], combined.type)
+    return combined.flatten()

@@ -1,0 +1,186 @@
+"""The trainer as its users start it: a process that may be killed at any step and goes on as if nothing happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra import manifest
+from infra.training import checkpoint
+from infra.training.config import TrainConfig, TrainSpec
+from infra.training.progress import EXIT_RESUME, parse
+from tests.fakes.training_run import write_spec
+
+pytestmark = pytest.mark.kill
+
+CONFIG = TrainConfig(
+    num_steps=60, warmup_steps=5, total_seq_len=64, checkpoint_every_steps=7, log_every_steps=2,
+    validation_share=0.2, validate_every_steps=20, state_noise=0.1, num_threads=1,
+)  # fmt: skip
+
+
+def start(spec: TrainSpec, folder: Path, name: str, ranks: int = 1) -> subprocess.Popen[str]:
+    path = folder / f"{name}.json"
+    path.write_text(spec.model_dump_json())
+    command = [sys.executable, "-m", "infra.training", str(path)]
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *torchrun, "-m", "infra.training", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    out, err = process.communicate(timeout=120)
+    lines = [found for line in out.splitlines() if (found := parse(line))]
+    assert lines, err
+    return [*lines, {"exit": process.returncode, "stderr": err}]
+
+
+def series(spec: TrainSpec) -> list[tuple[Any, ...]]:
+    """Every logged figure that must not depend on how often the run was interrupted."""
+    lines = [json.loads(line) for line in Path(spec.metrics_path).read_text().splitlines()]
+    names = ("kind", "step", "loss", "loss_per_ttt_step", "accuracy_per_ttt_step", "learning_rate")
+    return [tuple(json.dumps(line.get(name)) for name in names) for line in lines]
+
+
+def weights(spec: TrainSpec) -> dict[str, bytes]:
+    found = checkpoint.read_newest(spec.draft_uri)
+    assert found is not None
+    assert found.ref.step == 60
+    return {name: value.numpy().tobytes() for name, value in found.weights.items()}
+
+
+def elsewhere(spec: TrainSpec, folder: Path, name: str, **changes: Any) -> TrainSpec:
+    """The same run into other folders."""
+    moved = {"draft_uri": str(folder / name / "draft"), "metrics_path": str(folder / name / "metrics.jsonl")}
+    return spec.model_copy(update={**moved, **changes})
+
+
+def kill_at(process: subprocess.Popen[str], step: int, number: signal.Signals) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        found = parse(line)
+        if found and found.get("step", 0) >= step:
+            process.send_signal(number)
+            return
+    raise AssertionError(f"the trainer ended before step {step}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainSpec]:
+    folder = tmp_path_factory.mktemp("training")
+    spec = write_spec(folder, CONFIG)
+    lines = finish(start(spec, folder, "undisturbed"))
+    assert lines[-1]["exit"] == 0, lines[-1]["stderr"]
+    assert lines[0]["kind"] == "start"
+    assert lines[-2] == {"kind": "done", "step": 60}
+    return folder, spec
+
+
+def test_it_learns_and_logs(undisturbed: tuple[Path, TrainSpec]) -> None:
+    _, spec = undisturbed
+    lines = [json.loads(line) for line in Path(spec.metrics_path).read_text().splitlines()]
+    training = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in training] == list(range(2, 61, 2))
+    assert training[-1]["loss"] < training[0]["loss"]
+    assert [line["step"] for line in lines if line["kind"] == "validation"] == [20, 40, 60]
+    assert {"learning_rate", "tokens_per_second", "input_wait_seconds", "acceptance_length"} <= set(training[0])
+    kept = checkpoint.find(spec.draft_uri)
+    assert [ref.step for ref in kept] == [60, 56]
+
+
+def test_killed_and_resumed_under_new_leases_it_is_bit_for_bit_the_same(
+    undisturbed: tuple[Path, TrainSpec],
+) -> None:
+    folder, original = undisturbed
+    spec = elsewhere(original, folder, "killed")
+    steps = sorted(random.sample(range(8, 56), 2))
+    for lease_epoch, step in enumerate(steps, start=1):
+        process = start(spec.model_copy(update={"lease_epoch": lease_epoch}), folder, "killed")
+        kill_at(process, step, signal.SIGKILL)
+        process.wait()
+    lines = finish(start(spec.model_copy(update={"lease_epoch": 9}), folder, "killed"))
+    assert lines[-1]["exit"] == 0, lines[-1]["stderr"]
+    assert 0 < lines[0]["from_step"] <= steps[-1] + 2, steps
+    assert series(spec) == series(original), steps
+    assert weights(spec) == weights(original), steps
+
+
+def test_sigterm_saves_and_asks_to_be_resumed(undisturbed: tuple[Path, TrainSpec]) -> None:
+    folder, original = undisturbed
+    spec = elsewhere(original, folder, "stopped", train=CONFIG.model_copy(update={"checkpoint_every_steps": 1000}))
+    process = start(spec, folder, "stopped")
+    kill_at(process, 10, signal.SIGTERM)
+    lines = finish(process)
+    assert lines[-1]["exit"] == EXIT_RESUME, lines
+    assert lines[-2]["kind"] == "stopped"
+    again = finish(start(spec, folder, "stopped"))
+    assert again[0]["from_step"] == lines[-2]["step"]
+    assert series(spec) == series(original)
+
+
+def test_another_node_resumes_with_the_metrics_of_the_first(undisturbed: tuple[Path, TrainSpec]) -> None:
+    folder, original = undisturbed
+    spec = original.model_copy(update={"metrics_path": str(folder / "other node" / "metrics.jsonl")})
+    lines = finish(start(spec, folder, "other"))
+    assert [line["kind"] for line in lines[:-1]] == ["start", "done"]
+    assert series(spec) == series(original)
+
+
+def test_two_ranks_learn_the_same(undisturbed: tuple[Path, TrainSpec]) -> None:
+    folder, original = undisturbed
+    one = elsewhere(
+        original, folder, "one", train=CONFIG.model_copy(update={"global_batch": 2, "precision": "fp32"})
+    )
+    two = elsewhere(one, folder, "two")
+    first, second = start(one, folder, "one"), start(two, folder, "two", ranks=2)
+    for process in (first, second):
+        lines = finish(process)
+        assert lines[-1]["exit"] == 0, lines[-1]["stderr"]
+    losses = [[json.loads(row[2]) for row in series(spec)] for spec in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+
+
+def test_torchrun_stopped_by_sigterm_leaves_a_checkpoint(undisturbed: tuple[Path, TrainSpec]) -> None:
+    folder, original = undisturbed
+    changed = {"global_batch": 2, "checkpoint_every_steps": 1000, "num_steps": 20000}
+    spec = elsewhere(original, folder, "torchrun", train=CONFIG.model_copy(update=changed))
+    process = start(spec, folder, "torchrun", ranks=2)
+    kill_at(process, 4, signal.SIGTERM)
+    lines = finish(process)
+    assert lines[-1]["exit"] != 0
+    assert lines[-2]["kind"] == "stopped", lines
+    assert checkpoint.find(spec.draft_uri)[0].step == lines[-2]["step"]
+
+
+def test_a_damaged_shard_is_named(undisturbed: tuple[Path, TrainSpec], tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, CONFIG)
+    record = manifest.read_records(spec.hidden_states_uri)["00001"]
+    data = Path(spec.hidden_states_uri, record.data_path)
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    lines = finish(start(spec, tmp_path, "damaged"))
+    assert lines[-1]["exit"] == 1
+    assert lines[-2]["error_type"] == "DamagedShard"
+    assert (lines[-2]["stage_uri"], lines[-2]["shard"]) == (spec.hidden_states_uri, "00001")
+
+
+def test_a_wrong_specification_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text("{}")
+    since = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "infra.training", str(path)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "hidden_states_uri" in done.stdout
+    assert time.monotonic() - since < 60

@@ -1,0 +1,136 @@
+"""Only a checkpoint whose every file matches its commit counts; damage costs the steps since the one before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from infra import storage
+from infra.errors import StageFailed
+from infra.training import checkpoint
+from infra.training.checkpoint import COMMIT_FILE, CheckpointRef
+
+
+def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def save(uri: str, step: int, lease_epoch: int, seed: int = 0) -> CheckpointRef:
+    model, optimizer = make(seed)
+    ref = CheckpointRef(step, lease_epoch)
+    checkpoint.write_rank_file(uri, ref, 0)
+    checkpoint.write(uri, ref, dict(model.named_parameters()), optimizer, {"sums": []}, "line\n", 1)
+    return ref
+
+
+def test_the_newest_step_of_all_leases_is_read(tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    save(uri, 100, 1)
+    save(uri, 200, 1)
+    save(uri, 150, 2)
+    found = checkpoint.read_newest(uri)
+    assert found is not None
+    assert found.ref == CheckpointRef(200, 1)
+    assert found.metrics == "line\n"
+    assert found.state["step"] == 200
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "metrics.jsonl",
+                                  "rank-00000.json", COMMIT_FILE])  # fmt: skip
+@pytest.mark.parametrize("damage", ["truncated", "absent", "flipped"])
+def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, name: str, damage: str) -> None:
+    uri = str(tmp_path)
+    save(uri, 100, 1)
+    newest = save(uri, 200, 2)
+    file = Path(newest.uri(uri), name)
+    data = file.read_bytes()
+    if damage == "absent":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        middle = len(data) // 2
+        file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
+    found = checkpoint.read_newest(uri)
+    assert found is not None
+    # A flipped bit of the commit's own text may leave it valid: then every file matches what it says.
+    if not (name == COMMIT_FILE and damage == "flipped"):
+        assert found.ref == CheckpointRef(100, 1)
+
+
+def test_the_older_are_deleted_only_after_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = str(tmp_path)
+    for step in (100, 200, 300):
+        save(uri, step, 1)
+    assert [ref.step for ref in checkpoint.find(uri)] == [300, 200]
+    assert not Path(CheckpointRef(100, 1).uri(uri), "model.safetensors").exists()
+    put = storage.put
+
+    def fail_at_commit(target: str, data: bytes) -> None:
+        if target.endswith(COMMIT_FILE):
+            raise OSError("the node dies here")
+        put(target, data)
+
+    monkeypatch.setattr(storage, "put", fail_at_commit)
+    with pytest.raises(OSError, match="dies here"):
+        save(uri, 400, 1)
+    assert [ref.step for ref in checkpoint.find(uri)] == [300, 200]
+
+
+def test_a_zombie_of_an_older_lease_deletes_nothing_of_a_newer_one(tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    for step in (100, 200):
+        save(uri, step, 2)
+    for step in (100, 200, 300):
+        save(uri, step, 1)
+    assert {ref for ref in checkpoint.find(uri) if ref.lease_epoch == 2} == {
+        CheckpointRef(100, 2),
+        CheckpointRef(200, 2),
+    }
+
+
+def test_weights_optimizer_and_random_state_come_back(tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    save(uri, 100, 1, seed=0)
+    found = checkpoint.read_newest(uri)
+    assert found is not None
+    expected_model, expected_optimizer = make(seed=0)
+    expected_draw = torch.rand(3)
+    model, optimizer = make(seed=5)
+    checkpoint.restore(found, dict(model.named_parameters()), optimizer, 0)
+    assert torch.equal(torch.rand(3), expected_draw)
+    for mine, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        for name, value in expected_optimizer.state[theirs].items():
+            assert torch.equal(optimizer.state[mine][name], value)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    save(uri, 100, 1)
+    found = checkpoint.read_newest(uri)
+    assert found is not None
+    other = nn.Linear(4, 2)
+    with pytest.raises(StageFailed, match="other weights"):
+        checkpoint.restore(found, dict(other.named_parameters()), torch.optim.AdamW(other.parameters()), 0)
+
+
+def test_nothing_is_pickled(tmp_path: Path) -> None:
+    ref = save(str(tmp_path), 100, 1)
+    for file in Path(ref.uri(str(tmp_path))).iterdir():
+        data = file.read_bytes()
+        if file.suffix == ".json":
+            json.loads(data)
+        elif file.suffix == ".safetensors":
+            json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        else:
+            assert file.suffix == ".jsonl"

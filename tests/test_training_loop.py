@@ -1,0 +1,100 @@
+"""The loop within one process: schedules, progress lines, and a stop between any two steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from infra.errors import InputError, StageFailed
+from infra.training.config import TrainConfig, TrainSpec
+from infra.training.data import StepBatch
+from infra.training.loop import Trainer, learning_rate
+from infra.training.progress import PREFIX, metrics_line, parse
+from infra.training.ranks import Ranks
+from tests.fakes.training_run import write_spec
+
+CONFIG = TrainConfig(
+    num_steps=12, warmup_steps=2, total_seq_len=64, checkpoint_every_steps=5, log_every_steps=3,
+    validation_share=0.2, validate_every_steps=6, num_threads=1,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def torch_settings() -> None:
+    torch.set_num_threads(1)
+
+
+def losses(spec: TrainSpec) -> list[tuple[str, int, float]]:
+    lines = [json.loads(line) for line in Path(spec.metrics_path).read_text().splitlines()]
+    return [(line["kind"], line["step"], line["loss"]) for line in lines]
+
+
+def ask_to_stop_after(trainer: Trainer, step: int) -> None:
+    train_step = trainer._train_step
+
+    def stepped(batch: StepBatch) -> None:
+        train_step(batch)
+        trainer.stop.asked = trainer.step == step
+
+    trainer._train_step = stepped  # type: ignore[method-assign]
+
+
+def test_stopped_after_any_step_and_resumed_it_is_the_same(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, CONFIG)
+    assert Trainer(spec, Ranks()).run()
+    whole = losses(spec)
+    again = spec.model_copy(
+        update={"draft_uri": str(tmp_path / "again"), "metrics_path": str(tmp_path / "again.jsonl")}
+    )
+    for stop_after in (4, 5, 7, 11):
+        trainer = Trainer(again, Ranks())
+        ask_to_stop_after(trainer, stop_after)
+        assert not trainer.run()
+        assert trainer.step == stop_after
+    assert Trainer(again, Ranks()).run()
+    assert losses(again) == whole
+
+
+def test_a_checkpoint_of_other_hyper_parameters_is_refused(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, CONFIG.model_copy(update={"num_steps": 2}))
+    assert Trainer(spec, Ranks()).run()
+    changed = spec.train.model_copy(update={"num_layers": 2, "num_steps": 3})
+    with pytest.raises(StageFailed, match="other weights"):
+        Trainer(spec.model_copy(update={"train": changed}), Ranks()).run()
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+    ranks = Ranks()
+    ranks.world = 2
+    with pytest.raises(InputError, match="global_batch"):
+        Trainer(write_spec(tmp_path, CONFIG), ranks)
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0)])
+def test_the_learning_rate_rises_and_falls(schedule: str, last: float) -> None:
+    config = TrainConfig(
+        learning_rate=1.0, warmup_steps=10, schedule=schedule, final_learning_rate_ratio=0.1  # type: ignore[arg-type]
+    )  # fmt: skip
+    rates = [learning_rate(config, step, 100) for step in range(101)]
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[100] == pytest.approx(last)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert all(0 < rate <= 1 for rate in rates)
+
+
+def test_acceptance_follows_from_conditional_accuracies() -> None:
+    sums = torch.tensor([[8.0, 4, 2, 4], [4.0, 4, 1, 2]], dtype=torch.float64)
+    line = metrics_line("train", 7, sums, 0.5, learning_rate=1.0)
+    assert line["loss"] == pytest.approx(2 + 0.5 * 1)
+    assert line["accuracy_per_ttt_step"] == [0.5, 0.5]
+    assert line["acceptance_length"] == pytest.approx(1.75)
+
+
+def test_only_progress_lines_are_parsed() -> None:
+    assert parse(PREFIX + '{"kind": "done", "step": 3}\n') == {"kind": "done", "step": 3}
+    assert parse("Loading weights") is None
+    assert parse(PREFIX + '{"kind": "do') is None
