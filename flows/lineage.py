@@ -1,0 +1,75 @@
+"""One object for each run: which stages it read and wrote, with what versions, and how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from prefect.runtime import flow_run
+
+from flows.config import PipelineConfig
+from flows.resolve import resolve
+from flows.stage import Summary
+from infra import storage
+from infra.provenance import provenance
+
+
+@dataclass
+class Run:
+    """One run of the pipeline. `stages` is filled when they are done."""
+
+    run_id: str
+    config: PipelineConfig
+    keys: dict[str, str]
+    started_at: str
+    stages: list[Summary] = field(default_factory=list)
+
+    @property
+    def uri(self) -> str:
+        return storage.join(self.config.root, "runs", f"{self.run_id}.json")
+
+    @property
+    def report_uri(self) -> str:
+        return storage.join(self.config.root, "runs", f"{self.run_id}.md")
+
+
+@contextlib.asynccontextmanager
+async def lineage(config: PipelineConfig) -> AsyncIterator[Run]:
+    """Write `runs/<run id>.json` at the start and complete it at the end, however the run ends.
+
+    The run id is Prefect's flow run id, which a rescheduled run keeps.
+    """
+    stages = await asyncio.to_thread(resolve, config)
+    run = Run(str(flow_run.get_id()), config, {name: stage.key for name, stage in stages.items()}, _now())
+    await asyncio.to_thread(_write, run, "running", None)
+    try:
+        yield run
+    except BaseException as error:
+        await asyncio.shield(asyncio.to_thread(_write, run, "failed", f"{type(error).__name__}: {error}"))
+        raise
+    await asyncio.to_thread(_write, run, "completed", None)
+
+
+def _write(run: Run, status: str, error: str | None) -> None:
+    said: dict[str, Any] = {
+        "run_id": run.run_id,
+        "prefect_flow_run_id": run.run_id,
+        "status": status,
+        "error": error,
+        "started_at": run.started_at,
+        "ended_at": None if status == "running" else _now(),
+        "config": run.config.model_dump(mode="json"),
+        "keys": run.keys,
+        "stages": run.stages,
+        "provenance": provenance(),
+    }
+    storage.put(run.uri, json.dumps(said, indent=1, sort_keys=True).encode())
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,33 @@
+"""The whole pipeline: prompts -> responses -> hidden states -> vocabulary -> draft -> evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.config import PipelineConfig
+from flows.evaluate import evaluate
+from flows.extract import extract
+from flows.generate import generate
+from flows.lineage import lineage
+from flows.outcome import publish_outcome
+from flows.prompts import prompts
+from flows.stage import Summary, redo_damaged_shards
+from flows.train import train
+from flows.vocab import vocab
+
+STAGE_FLOWS = (prompts, generate, extract, vocab, train, evaluate)
+
+
+@flow(name="speculator-pipeline")
+async def speculator_pipeline(config: PipelineConfig) -> dict[str, Any]:
+    """Train and measure a draft for the config's verifier; every stage reuses what is already there."""
+    async with lineage(config) as run:
+        run.stages = await run_stages(config)
+        return await publish_outcome(run)
+
+
+@redo_damaged_shards
+async def run_stages(config: PipelineConfig) -> list[Summary]:
+    return [await stage_flow(config) for stage_flow in STAGE_FLOWS]

@@ -1,0 +1,48 @@
+"""The six stages of one configuration, with their keys: a pure function of the config and resolved revisions.
+
+Nothing is started or converted here, so `plan`, `status` and every flow can call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flows.config import PipelineConfig
+from infra.fingerprint import stage_content
+from infra.manifest import StageRef
+from infra.prompts import dataset_revisions
+from infra.provenance import hardware_name
+from infra.schemas import SCHEMA_VERSIONS
+from infra.verifier import resolve_revision
+from infra.vllm_server import vllm_version
+
+
+def resolve(config: PipelineConfig) -> dict[str, StageRef]:
+    """Each stage's place and key, by stage name, in the order of the pipeline.
+
+    Raises:
+        InputError: a prompt file, the verifier or vLLM's interpreter is not there.
+    """
+    stages: dict[str, StageRef] = {}
+
+    def add(stage: str, content: dict[str, Any], revisions: Mapping[str, str], upstream: tuple[str, ...]) -> None:
+        keys = {name: stages[name].key for name in upstream}
+        whole = stage_content(stage, SCHEMA_VERSIONS[stage], content, dict(revisions), keys)
+        stages[stage] = StageRef(config.root, stage, whole)
+
+    verifier = {"verifier": resolve_revision(config.verifier)}
+    engine = {"vllm": config.vllm.content()}
+    add("prompts", config.prompts.content(), dataset_revisions(config.prompts), ())
+    add("responses", {**config.generate.content(), **engine}, verifier, ("prompts",))
+    add("hidden_states", {**config.extract.content(), **engine}, verifier, ("responses",))
+    add("vocab", config.vocab.content(), verifier, ("responses",))
+    add("drafts", config.train.content(), verifier, ("hidden_states", "vocab"))
+    measured_with = {
+        **verifier,
+        "vllm": vllm_version(config.vllm),
+        "hardware": hardware_name(),
+    }
+    served_with = {"vllm": config.vllm.model_dump(mode="json", exclude={"python", "startup_timeout_seconds"})}
+    add("evaluations", {**config.evaluate.content(), **served_with}, measured_with, ("prompts", "drafts"))
+    return stages

@@ -1,0 +1,155 @@
+"""What every stage's flow does alike: open its plan, say what is reused, run its shards, close it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from prefect.states import Completed
+
+from flows.config import PipelineConfig
+from flows.resolve import resolve
+from infra import manifest
+from infra.errors import DamagedShard, ServerError, StageFailed
+from infra.manifest import Shard, ShardRecord, StageRef, StageState
+from infra.provenance import provenance
+from infra.schemas import STATUS_FAILED
+from tasks.reuse import reuse_shard
+
+logger = logging.getLogger("draftsmith.stage")
+
+Summary = dict[str, Any]
+
+# A server or engine that dies this often in one run of a stage will not be mended by another start.
+MAX_STARTS = 3
+# More damage than this in one run is not bad luck.
+MAX_DAMAGED_SHARDS = 100
+
+
+async def resolve_stages(config: PipelineConfig) -> dict[str, StageRef]:
+    return await asyncio.to_thread(resolve, config)
+
+
+async def inspect(stage: StageRef) -> StageState:
+    return await asyncio.to_thread(manifest.inspect, stage)
+
+
+async def open_stage(stage: StageRef, shards: Sequence[Shard]) -> StageState:
+    """Write the plan if there is none and say what is done and missing."""
+    await asyncio.to_thread(manifest.write_plan, stage, shards)
+    state = await inspect(stage)
+    for shard, problem in state.problems.items():
+        logger.warning("%s shard %s is made again: %s.", stage.stage, shard, problem)
+    if state.missing:
+        logger.info(
+            "%s/%s: %d of %d shards are done, %d to make.",
+            stage.stage,
+            stage.key,
+            len(state.records),
+            len(state.plan),
+            len(state.missing),
+        )
+    return state
+
+
+def reused(stage: StageRef, state: StageState) -> Summary:
+    """What the flow of an already complete stage returns: the state Cached, so that the UI shows what was skipped.
+
+    Prefect takes a returned state as the run's own and hands its data to the caller, hence the type.
+    """
+    assert state.manifest is not None
+    summary = summarize(stage, state.manifest, reused=True)
+    totals = state.manifest["totals"]
+    message = f"{stage.stage}/{stage.key} is complete: {len(state.plan)} shards, {totals['rows']} rows reused"
+    return cast(Summary, Completed(name="Cached", message=message, data=summary))
+
+
+async def show_reused_shards(stage: StageRef, state: StageState) -> None:
+    """One Cached task run for every shard that an earlier run has committed."""
+    for record in state.records.values():
+        await reuse_shard(stage, record)
+
+
+async def close_stage(stage: StageRef, **more: Any) -> Summary:
+    """Write the manifest of a stage whose shards are all committed."""
+    extra = more.pop("extra", None)
+    written = await asyncio.to_thread(manifest.finish, stage, provenance(**more), extra)
+    return summarize(stage, written, reused=False)
+
+
+def summarize(stage: StageRef, written: Mapping[str, Any], *, reused: bool) -> Summary:
+    return {
+        "stage": stage.stage,
+        "key": stage.key,
+        "uri": stage.uri,
+        "reused": reused,
+        "shards": len(written["shards"]),
+        "totals": written["totals"],
+    }
+
+
+def refuse_failed_rows(stage: StageRef, records: Iterable[ShardRecord], max_share: float) -> None:
+    """Raise StageFailed when more than `max_share` of the stage's rows are failed ones."""
+    counts: Counter[str] = Counter()
+    for record in records:
+        counts.update(record.status_counts)
+    rows = sum(counts.values())
+    if rows and counts[STATUS_FAILED] > max_share * rows:
+        raise StageFailed(
+            f"{stage.stage}/{stage.key}: {counts[STATUS_FAILED]} of {rows} rows failed, more than the allowed "
+            f"share {max_share}; the column `error` of {stage.uri}/shards says why"
+        )
+
+
+async def run_all(jobs: Iterable[Callable[[], Coroutine[Any, Any, Any]]], at_once: int) -> None:
+    """Run the jobs in order, at most `at_once` together. The first error cancels the others and is raised."""
+    room = asyncio.Semaphore(at_once)
+
+    async def run(job: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        try:
+            await job()
+        finally:
+            room.release()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                await room.acquire()
+                group.create_task(run(job))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def with_restarts(attempt: Callable[[], Awaitable[None]], what: str) -> None:
+    """Repeat an attempt whose server or engine died; each attempt does only what is still missing."""
+    for start in range(1, MAX_STARTS + 1):
+        try:
+            await attempt()
+            return
+        except ServerError as error:
+            if start == MAX_STARTS:
+                raise
+            logger.warning("%s: %s. It is started again (%d of %d).", what, error, start + 1, MAX_STARTS)
+
+
+def redo_damaged_shards(
+    run_stages: Callable[[PipelineConfig], Awaitable[list[Summary]]],
+) -> Callable[[PipelineConfig], Awaitable[list[Summary]]]:
+    """Run the stages again when a reader finds a shard that does not match its record.
+
+    The damaged shard's record is withdrawn first, so its own stage makes it anew; everything else is reused.
+    """
+
+    async def wrapped(config: PipelineConfig) -> list[Summary]:
+        for _ in range(MAX_DAMAGED_SHARDS):
+            try:
+                return await run_stages(config)
+            except DamagedShard as damage:
+                logger.warning("%s. It is made again, then the run goes on.", damage)
+                await asyncio.to_thread(manifest.invalidate, damage.stage_uri, damage.shard)
+        raise StageFailed(f"{MAX_DAMAGED_SHARDS} damaged shards in one run; the store at {config.root} loses data")
+
+    return wrapped

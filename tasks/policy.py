@@ -1,0 +1,59 @@
+"""Retries by type: what a retry can mend follows from the error tree, for every task alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from prefect import Task, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+
+from infra.errors import InfrastructureError, ServerError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+RETRIES = 3
+RETRY_DELAYS_SECONDS = [2.0, 10.0, 30.0]
+RETRY_JITTER = 0.5
+
+
+def retried_task(
+    *, name: str, run_name: str | None = None, timeout_seconds: float | None = None, restarts: bool = False
+) -> Callable[[Callable[P, R]], Task[P, R]]:
+    """A Prefect task under this project's retry policy.
+
+    Retried in place is what may pass by itself: a store or a network that did not answer. Not wrong input, not a
+    damaged shard (its own stage must redo it), not an unacceptable result.
+
+    Args:
+        name: the task's name in the UI.
+        run_name: template of its runs' names, filled from the parameters: `generate {shard.shard}`.
+        timeout_seconds: longest run of one attempt; None where the work itself is bounded otherwise.
+        restarts: the task starts a process itself, so a dead server or engine too is worth another attempt.
+            Elsewhere the flow must start a new one first.
+    """
+    return task(
+        name=name,
+        task_run_name=run_name,
+        timeout_seconds=timeout_seconds,
+        cache_policy=NO_CACHE,  # the records in the store say what is done; Prefect's own cache can be stale
+        retries=RETRIES,
+        retry_delay_seconds=RETRY_DELAYS_SECONDS,
+        retry_jitter_factor=RETRY_JITTER,
+        retry_condition_fn=_worth_restarting if restarts else _worth_retrying,
+    )
+
+
+async def _worth_retrying(_task: Any, _run: Any, state: State[Any]) -> bool:
+    error = await _error_of(state)
+    return isinstance(error, InfrastructureError) and not isinstance(error, ServerError)
+
+
+async def _worth_restarting(_task: Any, _run: Any, state: State[Any]) -> bool:
+    return isinstance(await _error_of(state), InfrastructureError)
+
+
+async def _error_of(state: State[Any]) -> Any:
+    return await state.aresult(raise_on_failure=False)

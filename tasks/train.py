@@ -1,0 +1,135 @@
+"""Train a draft: torchrun under a guard, resumed from its checkpoints however often it is started."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from infra import leases
+from infra.errors import DamagedShard, InfrastructureError, InputError, StageFailed
+from infra.locations import log_file
+from infra.manifest import StageRef
+from infra.processes import GuardedProcess, end_stale, log_tail, process_token
+from infra.training.config import TrainConfig, TrainSpec
+from infra.training.progress import parse
+from infra.verifier import Verifier
+from tasks.policy import retried_task
+from tasks.progress import StageProgress
+
+logger = logging.getLogger("draftsmith.train")
+
+
+@retried_task(name="train-draft", run_name="train {stage.key}", restarts=True)
+async def train_draft(
+    stage: StageRef,
+    config: TrainConfig,
+    verifier: Verifier,
+    layer_ids: tuple[int, ...],
+    vocab_file: str,
+    trust_remote_code: bool,
+) -> int:
+    """Train to the last step, from the newest whole checkpoint where there is one.
+
+    Args:
+        layer_ids: the extracted layer ids; the draft reads all but the last.
+        vocab_file: name of the vocabulary map in its stage's folder.
+
+    Returns:
+        The last step, whose checkpoint is committed.
+
+    Raises:
+        InfrastructureError: the trainer died; the next attempt resumes.
+        DamagedShard, InputError, StageFailed: as the trainer said.
+    """
+    token = process_token(stage.uri, "train")
+    await asyncio.to_thread(end_stale, token)
+    epoch = await asyncio.to_thread(leases.take, stage.root, f"{stage.stage}-{stage.key}")
+    with tempfile.TemporaryDirectory(prefix="draftsmith-train-") as folder:
+        spec = TrainSpec(
+            train=config,
+            hidden_states_uri=stage.upstream_uri("hidden_states"),
+            vocab_uri=f"{stage.upstream_uri('vocab')}/{vocab_file}",
+            draft_uri=stage.uri,
+            lease_epoch=epoch,
+            verifier_path=str(verifier.path),
+            aux_hidden_state_layer_ids=layer_ids[:-1],
+            metrics_path=str(Path(folder, "metrics.jsonl")),
+            trust_remote_code=trust_remote_code,
+        )
+        spec_path = Path(folder, "spec.json")
+        spec_path.write_text(spec.model_dump_json())
+        return await _run_trainer(stage, config, spec_path, token)
+
+
+async def _run_trainer(stage: StageRef, config: TrainConfig, spec_path: Path, token: str) -> int:
+    log = log_file(stage.stage, stage.key, "trainer")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={config.num_ranks}", "-m", "infra.training", str(spec_path)]
+    logger.info("Training %s with %d rank(s); the log is %s.", stage.key, config.num_ranks, log)
+    process = GuardedProcess.start(command, token=token, log_path=log, stdout_pipe=True)
+    try:
+        last = await _follow(process)
+        code = await asyncio.to_thread(process.wait)
+    finally:
+        await asyncio.shield(asyncio.to_thread(process.stop))
+    if last.get("kind") == "done" and code == 0:
+        return int(last["step"])
+    if last.get("kind") == "failed":
+        raise _said_by_trainer(last)
+    if last.get("kind") == "stopped":
+        raise InfrastructureError(f"the trainer was asked to stop at step {last['step']}; the next attempt resumes")
+    tail = " | ".join(log_tail(log, offset=process.log_offset))
+    raise InfrastructureError(f"the trainer ended with code {code}; the next attempt resumes. {log} says: {tail}")
+
+
+async def _follow(process: GuardedProcess) -> dict[str, Any]:
+    """Show the trainer's progress until it closes its output; returns the last line that ends a run."""
+    assert process.stdout is not None
+    last: dict[str, Any] = {}
+    progress: StageProgress | None = None
+    try:
+        while line := await asyncio.to_thread(process.stdout.readline):
+            said = parse(line.decode(errors="replace"))
+            if said is None:
+                continue
+            match said["kind"]:
+                case "start":
+                    progress = await StageProgress(
+                        "drafts", said["num_steps"], said["from_step"], unit="steps"
+                    ).__aenter__()
+                    logger.info("Training from step %d of %d.", said["from_step"], said["num_steps"])
+                case "train" if progress is not None:
+                    progress.at(said["step"])
+                    progress.detail(
+                        f"loss {said['loss']:.3f}, accuracy {said['accuracy_per_ttt_step'][0]:.2f}, "
+                        f"{said['tokens_per_second']:.0f} tokens/s, input wait {said['input_wait_seconds']:.1f} s"
+                    )
+                case "validation":
+                    logger.info(
+                        "Step %d: validation loss %.3f, predicted acceptance length %.2f.",
+                        said["step"],
+                        said["loss"],
+                        said["acceptance_length"],
+                    )
+                case "done" | "stopped" | "failed":
+                    last = said
+    finally:
+        if progress is not None:
+            await progress.__aexit__(None, None, None)
+    return last
+
+
+def _said_by_trainer(said: dict[str, Any]) -> Exception:
+    """The trainer's own error, as the type it had there."""
+    if said["error_type"] == "DamagedShard":
+        return DamagedShard(said["stage_uri"], said["shard"], said["problem"])
+    if said["error_type"] == "InputError":
+        field, _, problem = said["message"].partition(": ")
+        return InputError(field, problem)
+    if said["error_type"] == "StageFailed":
+        return StageFailed(said["message"])
+    return InfrastructureError(said["message"])

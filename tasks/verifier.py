@@ -1,0 +1,14 @@
+"""Make the verifier's checkpoint available on this node."""
+
+from __future__ import annotations
+
+import asyncio
+
+from infra.verifier import Verifier, VerifierConfig, materialize
+from tasks.policy import retried_task
+
+
+@retried_task(name="materialize-verifier", timeout_seconds=4 * 3600)
+async def materialize_verifier(config: VerifierConfig) -> Verifier:
+    """Convert or download the verifier unless its folder is already whole. Idempotent; the revision is its name."""
+    return await asyncio.to_thread(materialize, config)

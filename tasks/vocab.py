@@ -1,0 +1,59 @@
+"""The draft's vocabulary, from the tokens that the verifier generated."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from infra import manifest
+from infra.manifest import Shard, ShardRecord, StageRef
+from infra.vocab import VocabConfig, VocabMap, build_map, count_tokens_of_shard
+from tasks.policy import retried_task
+
+logger = logging.getLogger("draftsmith.vocab")
+
+LOW_COVERAGE = 0.95
+
+
+@retried_task(name="build-vocabulary", timeout_seconds=4 * 3600)
+async def build_vocabulary(
+    stage: StageRef,
+    shard: Shard,
+    inputs: Mapping[str, ShardRecord],
+    config: VocabConfig,
+    verifier_vocab_size: int,
+) -> ShardRecord:
+    """Count the completions' tokens over all responses, choose the most frequent, and commit the map."""
+    return await asyncio.to_thread(_build, stage, shard, inputs, config, verifier_vocab_size)
+
+
+def _build(
+    stage: StageRef,
+    shard: Shard,
+    inputs: Mapping[str, ShardRecord],
+    config: VocabConfig,
+    verifier_vocab_size: int,
+) -> ShardRecord:
+    responses_uri = stage.upstream_uri("responses")
+    counts = (
+        count_tokens_of_shard(manifest.read_shard(responses_uri, inputs[name]), verifier_vocab_size)
+        for name in shard.inputs
+    )
+    built: VocabMap = build_map(config, counts, verifier_vocab_size)
+    if built.coverage < LOW_COVERAGE:
+        logger.warning(
+            "The draft's vocabulary of %d tokens covers %.1f %% of the generated tokens; a larger "
+            "vocab.draft_vocab_size would raise acceptance. Training goes on.",
+            built.draft_vocab_size,
+            100 * built.coverage,
+        )
+    return manifest.commit_shard(
+        stage,
+        shard,
+        built.to_bytes(),
+        rows=built.draft_vocab_size,
+        status_counts={},
+        inputs=inputs,
+        extra={"coverage": built.coverage, "verifier_vocab_size": built.verifier_vocab_size},
+    )
