@@ -50,12 +50,27 @@ def _run(options: argparse.Namespace) -> int:
         from flows.pipeline import speculator_pipeline
 
         logging.getLogger("draftsmith").handlers.clear()  # from here on Prefect prints these lines too
-        outcome = asyncio.run(speculator_pipeline(config))
+        try:
+            outcome = asyncio.run(speculator_pipeline(config))
+        finally:
+            _send_last_logs()
     if options.json:
         print(json.dumps(outcome))
-    else:
-        print(_headline(outcome))
+        return EXIT_DONE
+    for stage in outcome["stages"]:
+        how = "reused" if stage["reused"] else "made"
+        print(
+            f"{stage['stage']:14} {stage['key']}  {how:6}  {stage['shards']} shards, {stage['totals']['rows']} rows"
+        )
+    print(_headline(outcome))
     return EXIT_DONE
+
+
+def _send_last_logs() -> None:
+    """Hand what is still queued to the Prefect server, which may end with this run."""
+    from prefect.logging.handlers import APILogHandler
+
+    APILogHandler().flush()
 
 
 def _headline(outcome: dict[str, Any]) -> str:

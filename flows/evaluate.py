@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 from prefect import flow
 
 from flows.config import PipelineConfig
-from flows.stage import Summary, close_stage, open_stage, resolve_stages, reused, with_restarts
+from flows.stage import Summary, close_stage, open_stage, resolve_stages, reused, run_all, with_restarts
 from infra import manifest
 from infra.evaluation import (
     EvaluationPrompt,
@@ -103,7 +104,8 @@ async def servers_side_by_side(
     vllm = config.vllm.model_copy(update={"extra_args": plain})
     servers: dict[Method, VllmServer] = {}
     async with contextlib.AsyncExitStack() as stack:
-        for method in config.evaluate.methods:
+
+        async def start(method: Method) -> None:
             context = serving(
                 vllm,
                 verifier,
@@ -113,6 +115,9 @@ async def servers_side_by_side(
                 trust_remote_code=config.verifier.trust_remote_code,
             )
             servers[method] = await stack.enter_async_context(context)
+
+        methods = config.evaluate.methods
+        await run_all((partial(start, method) for method in methods), at_once=len(methods))
         yield servers
 
 

@@ -174,6 +174,19 @@ def read_plan(stage_uri: str) -> tuple[Shard, ...]:
     return tuple(Shard.from_json(shard) for shard in found["shards"]) if found else ()
 
 
+def read_content(stage_uri: str) -> dict[str, Any]:
+    """What a stage's key hashes, from its plan.
+
+    Raises:
+        StageFailed: the plan is absent or cannot be read.
+    """
+    body = storage.get_many([storage.join(stage_uri, "plan.json")]).values()
+    found = next((_load(data) for data in body), None)
+    if found is None or not isinstance(found.get("content"), dict):
+        raise StageFailed(f"{stage_uri} has no readable plan.json; run the pipeline's earlier stages again")
+    return dict(found["content"])
+
+
 def read_records(stage_uri: str, shards: Sequence[Shard] | None = None) -> dict[str, ShardRecord]:
     """Every readable record, by shard id: from the manifest where there is one, else from the records."""
     manifest = read_manifest(stage_uri)

@@ -12,7 +12,7 @@ from infra.schemas import STATUS_OK
 from tasks.policy import retried_task
 
 
-@retried_task(name="write-prompts", timeout_seconds=3600)
+@retried_task(name="write-prompts", run_name="write prompts {stage.key}", timeout_seconds=3600)
 async def write_prompts(stage: StageRef, config: PromptsConfig) -> dict[str, Any]:
     """Load, split and commit every prompt.
 

@@ -72,7 +72,7 @@ async def _run_trainer(stage: StageRef, config: TrainConfig, spec_path: Path, to
     logger.info("Training %s with %d rank(s); the log is %s.", stage.key, config.num_ranks, log)
     process = GuardedProcess.start(command, token=token, log_path=log, stdout_pipe=True)
     try:
-        last = await _follow(process)
+        last = await _follow(process, config.hang_timeout_seconds)
         code = await asyncio.to_thread(process.wait)
     finally:
         await asyncio.shield(asyncio.to_thread(process.stop))
@@ -86,13 +86,17 @@ async def _run_trainer(stage: StageRef, config: TrainConfig, spec_path: Path, to
     raise InfrastructureError(f"the trainer ended with code {code}; the next attempt resumes. {log} says: {tail}")
 
 
-async def _follow(process: GuardedProcess) -> dict[str, Any]:
-    """Show the trainer's progress until it closes its output; returns the last line that ends a run."""
+async def _follow(process: GuardedProcess, hang_timeout_seconds: float) -> dict[str, Any]:
+    """Show the trainer's progress until it closes its output; returns the last line that ends a run.
+
+    Raises:
+        InfrastructureError: it has said nothing for `hang_timeout_seconds`.
+    """
     assert process.stdout is not None
     last: dict[str, Any] = {}
     progress: StageProgress | None = None
     try:
-        while line := await asyncio.to_thread(process.stdout.readline):
+        while line := await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), hang_timeout_seconds):
             said = parse(line.decode(errors="replace"))
             if said is None:
                 continue
@@ -117,6 +121,10 @@ async def _follow(process: GuardedProcess) -> dict[str, Any]:
                     )
                 case "done" | "stopped" | "failed":
                     last = said
+    except TimeoutError:
+        raise InfrastructureError(
+            f"the trainer has said nothing for {hang_timeout_seconds:g} s; it is ended, the next attempt resumes"
+        ) from None
     finally:
         if progress is not None:
             await progress.__aexit__(None, None, None)

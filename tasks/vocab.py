@@ -16,7 +16,7 @@ logger = logging.getLogger("draftsmith.vocab")
 LOW_COVERAGE = 0.95
 
 
-@retried_task(name="build-vocabulary", timeout_seconds=4 * 3600)
+@retried_task(name="build-vocabulary", run_name="build vocabulary {stage.key}", timeout_seconds=4 * 3600)
 async def build_vocabulary(
     stage: StageRef,
     shard: Shard,
