@@ -209,8 +209,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     folder = tmp_path_factory.mktemp("pipeline")
     made, root = Commands(folder), folder / "root"
     try:
+        stages = resolve(tiny_config(root))
         run = made.start(root)
-        exit_code = run.finish()
-        yield Finished(root, run, exit_code, resolve(tiny_config(root)))
+        yield Finished(root, run, run.finish(), stages)
     finally:
         made.end()

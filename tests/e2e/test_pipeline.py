@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -51,6 +52,7 @@ def rows_of(finished: Finished, stage: str) -> list[dict[str, Any]]:
 
 def test_the_run_ends_with_one_line_and_a_report(finished: Finished) -> None:
     assert finished.exit_code == EXIT_DONE, finished.run.log[-5000:]
+    assert "Error logging to API" not in finished.run.log, "the last logs reach Prefect's UI"
     last = finished.run.stdout.splitlines()[-1]
     said = re.fullmatch(r"acceptance_length=(\d\.\d+) speedup_c1=(\d+\.\d+) report=(\S+)", last)
     assert said, last
@@ -58,8 +60,9 @@ def test_the_run_ends_with_one_line_and_a_report(finished: Finished) -> None:
     report = Path(said[3])
     assert report == finished.folder("evaluations") / "report.md"
     text = report.read_text()
-    for method in ("none", "eagle3"):
-        assert re.search(rf"^\| *{method} *\|", text, re.MULTILINE), f"no row of {method} in the report's table"
+    for method, streams in itertools.product(("none", "eagle3"), (1, 2)):
+        row = rf"^\| *{streams} *\| *{method} *\|"
+        assert re.search(row, text, re.MULTILINE), f"no row of {method} with {streams} in flight"
     plots = sorted(report.parent.glob("*.png"))
     assert len(plots) >= 2
     assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
@@ -91,7 +94,8 @@ def test_every_stage_keeps_the_contract(finished: Finished, stage: str) -> None:
     totals = manifest["totals"]
     assert totals["rows"] == sum(record["rows"] for record in records)
     assert totals["size_bytes"] == sum(record["size_bytes"] for record in records)
-    assert totals["status_counts"] == dict(sum((Counter(record["status_counts"]) for record in records), Counter()))
+    statuses = sum((Counter(record["status_counts"]) for record in records), Counter[str]())
+    assert Counter(totals["status_counts"]) == statuses
 
 
 def upstream_fingerprints(finished: Finished, plan: dict[str, Any]) -> dict[str, str]:
@@ -142,13 +146,13 @@ def test_random_responses_decode_to_their_prompts_and_answers(finished: Finished
     assert len(usable) == NUM_TRAIN, "all prompts of this run fit"
     for row in random.Random(SEED).sample(usable, 5):
         count, ids = row["num_prompt_tokens"], row["input_ids"]
-        asked = tokenizer.apply_chat_template(
-            json.loads(row["messages"]), tokenize=False, add_generation_prompt=True
-        )
-        assert tokenizer.decode(ids[:count], clean_up_tokenization_spaces=False) == asked
+        *asked, answered = json.loads(row["messages"])
+        prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(ids[:count], clean_up_tokenization_spaces=False) == prompt
         answer = tokenizer.decode(ids[count:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
         # A truncated answer may end within a character.
         assert answer.rstrip("\ufffd") == (row["content"] or "").rstrip("\ufffd")
+        assert (answered["role"], answered["content"]) == ("assistant", row["content"])
         assert row["loss_mask"] == [False] * count + [True] * row["num_completion_tokens"]
         assert row["token_source"] == "server"
         assert row["temperature"] == 0.0
