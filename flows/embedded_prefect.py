@@ -23,7 +23,6 @@ from infra.processes import GuardedProcess, log_tail, process_token
 logger = logging.getLogger("draftsmith.prefect")
 
 STARTUP_TIMEOUT_SECONDS = 180
-LAST_LOGS_SECONDS = 5.0
 # Logs of ours that the UI shall show beside Prefect's.
 EXTRA_LOGGERS = "draftsmith"
 
@@ -53,7 +52,6 @@ def prefect_api() -> Iterator[str]:
         try:
             yield url
         finally:
-            _send_last_logs()
             del os.environ["PREFECT_API_URL"]
 
 
@@ -68,13 +66,6 @@ def _wait_until_healthy(url: str, server: GuardedProcess, log: Path) -> None:
         time.sleep(0.2)
     tail = " | ".join(log_tail(log, offset=server.log_offset))
     raise InfrastructureError(f"the embedded Prefect server did not start; {log} ends with: {tail}")
-
-
-def _send_last_logs() -> None:
-    """Prefect sends logs in batches; those of the last seconds must reach the server before it ends."""
-    from prefect.logging.handlers import APILogWorker
-
-    APILogWorker.drain_all(timeout=LAST_LOGS_SECONDS)
 
 
 def _free_port() -> int:
