@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from infra.report import ACCEPTANCE_PLOT, SPEEDUP_PLOT, TRAINING_PLOT, Report, S
 from infra.tables import read_table
 from infra.vllm_server import VllmServer
 from tasks.export import EXPORT_FOLDER, METRICS_FILE
-from tasks.policy import retried_task
+from tasks.policy import in_thread, retried_task
 from tasks.progress import StageProgress
 
 RESULTS_FILE = "results.parquet"
@@ -32,16 +31,13 @@ FILES = (RESULTS_FILE, REPORT_FILE, ACCEPTANCE_PLOT, SPEEDUP_PLOT, TRAINING_PLOT
 
 
 @retried_task(name="fetch-speculator", run_name="fetch speculator {drafts_uri}", timeout_seconds=3600)
-async def fetch_speculator(drafts_uri: str, records: Sequence[ShardRecord]) -> Path:
+@in_thread
+def fetch_speculator(drafts_uri: str, records: Sequence[ShardRecord]) -> Path:
     """The exported speculator as a local folder, every file checked against its record.
 
     Raises:
         DamagedShard: a file is absent or is not what was committed.
     """
-    return await asyncio.to_thread(_fetch, drafts_uri, records)
-
-
-def _fetch(drafts_uri: str, records: Iterable[ShardRecord]) -> Path:
     folder = cache_folder() / "speculators" / drafts_uri.rstrip("/").rsplit("/", 1)[-1]
     folder.mkdir(parents=True, exist_ok=True)
     for record in records:
@@ -79,7 +75,8 @@ async def measure_slot(
 
 
 @retried_task(name="write-evaluation", timeout_seconds=3600)
-async def write_evaluation(
+@in_thread
+def write_evaluation(
     stage: StageRef,
     plan: Sequence[Shard],
     inputs: Mapping[str, ShardRecord],
@@ -88,17 +85,6 @@ async def write_evaluation(
     served: Served,
 ) -> list[dict[str, Any]]:
     """Commit results.parquet, the report and its plots; returns the rows of the results."""
-    return await asyncio.to_thread(_write, stage, plan, inputs, config, measurements, served)
-
-
-def _write(
-    stage: StageRef,
-    plan: Sequence[Shard],
-    inputs: Mapping[str, ShardRecord],
-    config: EvaluateConfig,
-    measurements: Sequence[Measurement],
-    served: Served,
-) -> list[dict[str, Any]]:
     rows = result_rows(
         measurements, config, draft_key=served.draft_key, vllm_version=served.vllm_version, flags=served.flags
     )

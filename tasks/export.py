@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from infra.training import checkpoint
 from infra.training.config import TrainConfig
 from infra.verifier import Verifier
 from infra.vocab import VocabMap
-from tasks.policy import retried_task
+from tasks.policy import in_thread, retried_task
 
 logger = logging.getLogger("draftsmith.export")
 
@@ -26,7 +25,8 @@ EXPORTED_FILES = (*(f"{EXPORT_FOLDER}/{name}" for name in EXPORT_FILES), METRICS
 
 
 @retried_task(name="export-speculator", run_name="export {stage.key}", timeout_seconds=3600)
-async def export_speculator(
+@in_thread
+def export_speculator(
     stage: StageRef,
     plan: Sequence[Shard],
     inputs: Mapping[str, ShardRecord],
@@ -46,21 +46,6 @@ async def export_speculator(
         StageFailed: the export breaks its contract.
         InfrastructureError: there is no whole checkpoint; training resumes with the next run.
     """
-    await asyncio.to_thread(
-        _export, stage, plan, inputs, config, verifier, layer_ids, vocab_file, trust_remote_code
-    )
-
-
-def _export(
-    stage: StageRef,
-    plan: Sequence[Shard],
-    inputs: Mapping[str, ShardRecord],
-    config: TrainConfig,
-    verifier: Verifier,
-    layer_ids: tuple[int, ...],
-    vocab_file: str,
-    trust_remote_code: bool,
-) -> None:
     trained = checkpoint.read_newest(stage.uri)
     if trained is None:
         raise InfrastructureError(f"{stage.uri} has no whole checkpoint to export; run the same command again")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 from prefect import Task, task
@@ -44,6 +46,16 @@ def retried_task(
         retry_jitter_factor=RETRY_JITTER,
         retry_condition_fn=_worth_restarting if restarts else _worth_retrying,
     )
+
+
+def in_thread(work: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Make a blocking function one that a task can await: it runs in a thread and the event loop goes on."""
+
+    @functools.wraps(work)
+    async def waited(*args: P.args, **kwargs: P.kwargs) -> R:
+        return await asyncio.to_thread(work, *args, **kwargs)
+
+    return waited
 
 
 async def _worth_retrying(_task: Any, _run: Any, state: State[Any]) -> bool:

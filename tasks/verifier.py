@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from infra.verifier import Verifier, VerifierConfig, materialize
-from tasks.policy import retried_task
+from tasks.policy import in_thread, retried_task
 
 
 @retried_task(name="materialize-verifier", run_name="materialize {config.model}", timeout_seconds=4 * 3600)
-async def materialize_verifier(config: VerifierConfig) -> Verifier:
+@in_thread
+def materialize_verifier(config: VerifierConfig) -> Verifier:
     """Convert or download the verifier unless its folder is already whole. Idempotent; the revision is its name."""
-    return await asyncio.to_thread(materialize, config)
+    return materialize(config)

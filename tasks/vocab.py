@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 
 from infra import manifest
 from infra.manifest import Shard, ShardRecord, StageRef
 from infra.vocab import VocabConfig, VocabMap, build_map, count_tokens_of_shard
-from tasks.policy import retried_task
+from tasks.policy import in_thread, retried_task
 
 logger = logging.getLogger("draftsmith.vocab")
 
@@ -17,7 +16,8 @@ LOW_COVERAGE = 0.95
 
 
 @retried_task(name="build-vocabulary", run_name="build vocabulary {stage.key}", timeout_seconds=4 * 3600)
-async def build_vocabulary(
+@in_thread
+def build_vocabulary(
     stage: StageRef,
     shard: Shard,
     inputs: Mapping[str, ShardRecord],
@@ -25,16 +25,6 @@ async def build_vocabulary(
     verifier_vocab_size: int,
 ) -> ShardRecord:
     """Count the completions' tokens over all responses, choose the most frequent, and commit the map."""
-    return await asyncio.to_thread(_build, stage, shard, inputs, config, verifier_vocab_size)
-
-
-def _build(
-    stage: StageRef,
-    shard: Shard,
-    inputs: Mapping[str, ShardRecord],
-    config: VocabConfig,
-    verifier_vocab_size: int,
-) -> ShardRecord:
     responses_uri = stage.upstream_uri("responses")
     counts = (
         count_tokens_of_shard(manifest.read_shard(responses_uri, inputs[name]), verifier_vocab_size)
