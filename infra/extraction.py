@@ -107,6 +107,10 @@ class ExtractionEngine:
         trust_remote_code: let vLLM run code that comes with the model.
         worker: the program run with vLLM's interpreter; another one in tests only.
 
+    Attributes:
+        meta: what the shards built of its states say in their metadata.
+        staging: folder of the states on their way; gone when the engine has stopped.
+
     Raises, on entering:
         InputError: the layer ids do not fit the verifier; vLLM is not there, or is of an untested version.
         ServerError: the engine ended while loading or was not ready in time; the message holds its last errors.
@@ -134,7 +138,7 @@ class ExtractionEngine:
             encoding=config.encoding,
         )
         parent = Path(config.staging_folder or tempfile.gettempdir()).expanduser()
-        self._staging = parent / f"draftsmith-extract-{token}"
+        self.staging = parent / f"draftsmith-extract-{token}"
         self._numbers = itertools.count(1)
         self._reading = threading.Lock()  # held by the one caller that reads replies, for all
         self._books = threading.Lock()  # held for moments, around the next two
@@ -160,7 +164,7 @@ class ExtractionEngine:
         """End the engine and delete what is staged. May be called from another thread while `extract` waits, which
         then raises ServerError."""
         self._process.stop()
-        shutil.rmtree(self._staging, ignore_errors=True)
+        shutil.rmtree(self.staging, ignore_errors=True)
 
     def extract(self, shard: str, samples: Sequence[ExtractSample]) -> list[ExtractResult]:
         """All results of `stream` at once, in the order of `samples`. Blocks; same errors."""
@@ -261,23 +265,23 @@ class ExtractionEngine:
         return states_problem(states, sample.input_ids, self.meta.layer_ids), states
 
     def _folder(self, number: int) -> Path:
-        return self._staging / f"{number:06d}"
+        return self.staging / f"{number:06d}"
 
     def _renew_staging(self) -> None:
         try:
-            if self._staging.exists():
-                logger.warning("Deleting states in %s, which an earlier run had left behind.", self._staging)
-                shutil.rmtree(self._staging)
-            self._staging.mkdir(mode=0o700, parents=True)
+            if self.staging.exists():
+                logger.warning("Deleting states in %s, which an earlier run had left behind.", self.staging)
+                shutil.rmtree(self.staging)
+            self.staging.mkdir(mode=0o700, parents=True)
         except OSError as error:
-            raise InfrastructureError(f"The staging folder {self._staging} cannot be used: {error}") from error
+            raise InfrastructureError(f"The staging folder {self.staging} cannot be used: {error}") from error
 
     def _require_room(self, num_tokens: int) -> None:
         needed = num_tokens * len(self.meta.layer_ids) * self.meta.hidden_size * MAX_BYTES_PER_VALUE
-        free = shutil.disk_usage(self._staging).free
+        free = shutil.disk_usage(self.staging).free
         if free < needed + STAGING_RESERVE_BYTES:
             raise InfrastructureError(
-                f"{self._staging} has {free / 2**20:.0f} MiB free, but the states of {num_tokens} tokens take up "
+                f"{self.staging} has {free / 2**20:.0f} MiB free, but the states of {num_tokens} tokens take up "
                 f"to {needed / 2**20:.0f} MiB; free some, lower extract.tokens_per_request, or set "
                 "extract.staging_folder."
             )
