@@ -13,19 +13,21 @@ from infra import storage
 from infra.errors import StageFailed
 from infra.training import checkpoint
 from infra.training.checkpoint import COMMIT_FILE, CheckpointRef
+from infra.training.config import TrainConfig
+from infra.training.optimizer import DraftOptimizer
 
 
-def make(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make(seed: int = 0, kind: str = "muon") -> tuple[nn.Module, DraftOptimizer]:
     torch.manual_seed(seed)
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = DraftOptimizer(TrainConfig(optimizer=kind), dict(model.named_parameters()))  # type: ignore[arg-type]
     model(torch.randn(4, 3)).sum().backward()
-    optimizer.step()
+    optimizer.step(1e-3)
     return model, optimizer
 
 
-def save(uri: str, step: int, lease_epoch: int, seed: int = 0) -> CheckpointRef:
-    model, optimizer = make(seed)
+def save(uri: str, step: int, lease_epoch: int, seed: int = 0, kind: str = "muon") -> CheckpointRef:
+    model, optimizer = make(seed, kind)
     ref = CheckpointRef(step, lease_epoch)
     checkpoint.write_rank_file(uri, ref, 0)
     checkpoint.write(uri, ref, dict(model.named_parameters()), optimizer, {"sums": []}, "line\n", 1)
@@ -98,20 +100,23 @@ def test_a_zombie_of_an_older_lease_deletes_nothing_of_a_newer_one(tmp_path: Pat
     }
 
 
-def test_weights_optimizer_and_random_state_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_weights_optimizer_and_random_state_come_back(tmp_path: Path, kind: str) -> None:
     uri = str(tmp_path)
-    save(uri, 100, 1, seed=0)
+    save(uri, 100, 1, seed=0, kind=kind)
     found = checkpoint.read_newest(uri)
     assert found is not None
-    expected_model, expected_optimizer = make(seed=0)
+    expected_model, expected_optimizer = make(seed=0, kind=kind)
     expected_draw = torch.rand(3)
-    model, optimizer = make(seed=5)
+    model, optimizer = make(seed=5, kind=kind)
     checkpoint.restore(found, dict(model.named_parameters()), optimizer, 0)
     assert torch.equal(torch.rand(3), expected_draw)
     for mine, theirs in zip(model.parameters(), expected_model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-        for name, value in expected_optimizer.state[theirs].items():
-            assert torch.equal(optimizer.state[mine][name], value)
+    mine_held, theirs_held = optimizer.tensors(), expected_optimizer.tensors()
+    assert set(mine_held) == set(theirs_held)
+    assert len(mine_held) == (6 if kind == "adamw" else 4)
+    assert all(torch.equal(mine_held[name], theirs_held[name]) for name in mine_held)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -119,9 +124,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     save(uri, 100, 1)
     found = checkpoint.read_newest(uri)
     assert found is not None
-    other = nn.Linear(4, 2)
+    other = dict(nn.Linear(4, 2).named_parameters())
     with pytest.raises(StageFailed, match="other weights"):
-        checkpoint.restore(found, dict(other.named_parameters()), torch.optim.AdamW(other.parameters()), 0)
+        checkpoint.restore(found, other, DraftOptimizer(TrainConfig(), other), 0)
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
     <drafts uri>/checkpoints/<lease epoch>/step-00000200/
         model.safetensors      trainable weights, fp32
-        optimizer.safetensors  AdamW's two averages and step count of each of them
+        optimizer.safetensors  what the optimizer remembers of each of them
         state.json             step, schedule position, sums not yet logged
         metrics.jsonl          every line of metrics so far
         rank-00000.json        random generator state of each rank
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from infra import storage
 from infra.errors import StageFailed
 from infra.fingerprint import sha256_hex
+from infra.training.optimizer import DraftOptimizer
 
 logger = logging.getLogger("draftsmith.training")
 
@@ -87,7 +88,7 @@ def write(
     draft_uri: str,
     ref: CheckpointRef,
     parameters: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: DraftOptimizer,
     state: dict[str, Any],
     metrics: str,
     world: int,
@@ -96,7 +97,7 @@ def write(
     uri = ref.uri(draft_uri)
     files = {
         MODEL_FILE: save({name: value.detach().cpu().contiguous() for name, value in parameters.items()}),
-        OPTIMIZER_FILE: save(_optimizer_tensors(parameters, optimizer)),
+        OPTIMIZER_FILE: save(optimizer.tensors()),
         STATE_FILE: json.dumps({**state, "step": ref.step, "lease_epoch": ref.lease_epoch}, indent=1).encode(),
         METRICS_FILE: metrics.encode(),
     }
@@ -130,7 +131,7 @@ def read_newest(draft_uri: str) -> Checkpoint | None:
 
 
 def restore(
-    checkpoint: Checkpoint, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, rank: int
+    checkpoint: Checkpoint, parameters: dict[str, nn.Parameter], optimizer: DraftOptimizer, rank: int
 ) -> None:
     """Put weights, optimizer and this rank's random state back.
 
@@ -144,15 +145,7 @@ def restore(
     with torch.no_grad():
         for name, value in parameters.items():
             value.copy_(weights[name])
-    averages = load(checkpoint.files[OPTIMIZER_FILE])
-    for name, value in parameters.items():
-        held = {key.removeprefix(f"{name}|"): held for key, held in averages.items() if key.startswith(f"{name}|")}
-        if held:
-            # AdamW keeps its step count on the CPU or, when fused, with the parameter.
-            optimizer.state[value] = {
-                key: held_value.to(value.device) if key != "step" or _fused(optimizer) else held_value
-                for key, held_value in held.items()
-            }
+    optimizer.load_tensors(load(checkpoint.files[OPTIMIZER_FILE]))
     if rank_file(rank) in checkpoint.files:
         _restore_rank_state(checkpoint.files[rank_file(rank)])
 
@@ -191,18 +184,6 @@ def _delete_older(draft_uri: str, newest: CheckpointRef) -> None:
             continue
         if int(epoch) <= newest.lease_epoch and int(step) <= newest.step:
             storage.delete(storage.join(root, name))
-
-
-def _fused(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer.param_groups[0].get("fused"))
-
-
-def _optimizer_tensors(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{name}|{key}": held.detach().cpu().contiguous()
-        for name, value in parameters.items()
-        for key, held in optimizer.state.get(value, {}).items()
-    }
 
 
 def _rank_state() -> bytes:

@@ -32,8 +32,11 @@ class TrainConfig(Config):
     final_learning_rate_ratio: Annotated[float, CONTENT, Field(ge=0, le=1)] = 0.0
     """Learning rate at the last step, as a share of `learning_rate`."""
 
+    optimizer: Annotated[Literal["adamw", "muon"], CONTENT] = "adamw"
+    """AdamW for all weights, or Muon for the matrices and AdamW for the rest."""
+
     weight_decay: Annotated[float, CONTENT, Field(ge=0)] = 0.01
-    """AdamW's decoupled weight decay, for matrices only."""
+    """Decoupled weight decay, for matrices only."""
 
     adam_betas: Annotated[tuple[float, float], CONTENT] = (0.9, 0.95)
     """AdamW's averaging factors of the gradient and of its square."""
@@ -100,6 +103,9 @@ class TrainConfig(Config):
 
     validate_every_steps: Annotated[int, Field(ge=1)] = 200
     """Steps between measurements on the validation samples; one is made at the end in any case."""
+
+    hang_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    """A trainer that reports nothing for so long counts as hung: it is ended and resumed from its checkpoint."""
 
     implementation: Literal["auto", "rows", "library"] = "auto"
     """Forward pass: `rows` computes trained rows only, `library` is speculators' own; auto: rows on CPU."""

@@ -36,9 +36,12 @@ def build_model(
     Returns:
         An Eagle3DraftModel in fp32 whose trainable parameters require gradients.
     """
+    import loguru
     from speculators.models.eagle3.core import Eagle3DraftModel
     from speculators.train.cli import create_transformer_layer_config
 
+    # It warns that a model with tied embeddings has no head of its own, and that one file is not many.
+    loguru.logger.disable("speculators.utils.loading")
     layer_config = create_transformer_layer_config(
         verifier_path,
         num_layers=config.num_layers,

@@ -30,6 +30,7 @@ from infra.training.data import (
     index_to_json,
 )
 from infra.training.eagle3 import SUM_COLUMNS, Eagle3Objective, build_model, trainable_parameters
+from infra.training.optimizer import DraftOptimizer
 from infra.training.progress import Meter, MetricsFile, metrics_line, say
 from infra.training.ranks import Ranks, StopRequest, set_up_threads
 from infra.vocab import VocabMap
@@ -116,17 +117,7 @@ class Trainer:
         if self.ranks.world > 1:
             ids = [self.ranks.device.index] if self.ranks.cuda else None
             self.objective = DistributedDataParallel(objective, device_ids=ids, broadcast_buffers=False)
-        matrices = [value for value in self.parameters.values() if value.dim() > 1]
-        vectors = [value for value in self.parameters.values() if value.dim() <= 1]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=config.learning_rate,
-            betas=config.adam_betas,
-            fused=True,
-        )
+        self.optimizer = DraftOptimizer(config, self.parameters)
 
     def run(self) -> bool:
         """Train to the last step. Returns False when a SIGTERM came first and a checkpoint was written."""
@@ -164,9 +155,6 @@ class Trainer:
         return True
 
     def _train_step(self, batch: StepBatch) -> None:
-        rate = learning_rate(self.config, self.step - 1, self.schedule.num_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         for number, pack in enumerate(batch.packs):
             # Gradients travel between ranks once a step, with the last pack.
             quiet = self.ranks.world > 1 and number + 1 < len(batch.packs)
@@ -177,8 +165,7 @@ class Trainer:
                 (loss * self.ranks.world).backward()  # type: ignore[no-untyped-call]
             self.sums += sums
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_gradient_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.step(learning_rate(self.config, self.step - 1, self.schedule.num_steps))
 
     def _objective(self, pack: Any, num_loss_tokens: int) -> tuple[Tensor, Tensor]:
         low = self.config.precision == "bf16"

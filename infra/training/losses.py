@@ -23,14 +23,16 @@ class TargetDistribution:
     """What the verifier would have said at each row, over the draft vocabulary.
 
     Args:
-        logits: [num_rows, draft_vocab_size], the verifier's; taken over (changed in place), not copied.
+        logits: [num_rows, draft_vocab_size], the verifier's.
     """
 
     def __init__(self, logits: Tensor) -> None:
-        self.probabilities = torch.softmax(logits.float(), dim=-1)  # [num_rows, draft_vocab_size]
-        self.token = self.probabilities.argmax(dim=-1)  # [num_rows]
-        # sum p log p; xlogy is 0 where p is 0.
-        self.negative_entropy = torch.special.xlogy(self.probabilities, self.probabilities).sum(dim=-1)
+        logits = logits.float()
+        self.probabilities = torch.softmax(logits, dim=-1)  # [num_rows, draft_vocab_size]
+        self.token = logits.argmax(dim=-1)  # [num_rows]
+        # sum p log p = sum p * logit - logsumexp; softmax's largest value is exp(largest logit - logsumexp).
+        log_normalizer = logits.amax(dim=-1) - self.probabilities.amax(dim=-1).log()
+        self.negative_entropy = torch.linalg.vecdot(self.probabilities, logits) - log_normalizer
 
 
 class ChunkedKL(torch.autograd.Function):
