@@ -173,6 +173,7 @@ class CompletionClient:
         Raises:
             ServerError: the server is gone.
         """
+        self._raise_if_gone()
         began = time.monotonic()
         try:
             async with asyncio.timeout(timeout_seconds):

@@ -69,7 +69,7 @@ class CompletionEndpoint:
         limits = httpx2.Limits(max_connections=max_connections, keepalive_expiry=KEEPALIVE_SECONDS)
         # aiohttp as transport takes a third of the default one's CPU time at 128 in flight. trust_env: a proxy that
         # the environment names is for the outside world, not for a server of ours.
-        transport = openai.DefaultAioHttpClient(timeout=timeout, limits=limits, trust_env=False)
+        transport = openai.DefaultAioHttpClient(limits=limits, trust_env=False)
         self._openai = openai.AsyncOpenAI(
             base_url=base_url, api_key=api_key, timeout=timeout, max_retries=0, http_client=transport
         )

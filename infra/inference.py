@@ -24,8 +24,9 @@ __all__ = ["ClientConfig", "CompletionClient", "GenerateConfig", "PartialShard",
 
 logger = logging.getLogger("draftsmith.inference")
 
-# A row that was in flight when two servers died may be what kills them: it is not asked a third time.
-MAX_SERVER_LOSSES = 2
+# A row that was in flight each time when so many servers died may be what kills them: it is not asked again. Not
+# fewer: servers die of other causes too, with all that they had in flight.
+MAX_SERVER_LOSSES = 3
 # Fields of the request that the client sets itself.
 FIXED_FIELDS = frozenset({"model", "messages", "n", "stream", "return_token_ids", "seed"})
 

@@ -13,7 +13,14 @@ import pytest
 from pydantic import ValidationError
 
 from infra.errors import ServerError, StageFailed
-from infra.inference import CompletionClient, GenerateConfig, PartialShard, Progress, generate_rows
+from infra.inference import (
+    MAX_SERVER_LOSSES,
+    CompletionClient,
+    GenerateConfig,
+    PartialShard,
+    Progress,
+    generate_rows,
+)
 from infra.responses import status_counts, to_parquet
 from tests.asking import PROBE, QUICK, assert_failed, connect, prompt, prompts, wait_until
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
@@ -138,11 +145,11 @@ async def test_a_killed_server_keeps_the_finished_rows_and_the_next_one_makes_th
     assert progress.rows_by_status == {"ok": 30}
 
 
-async def test_a_row_that_two_servers_died_with_is_not_asked_again() -> None:
-    partial = PartialShard(server_losses=Counter({"id-p1": 2}))
+async def test_a_row_that_many_servers_died_with_is_not_asked_again() -> None:
+    partial = PartialShard(server_losses=Counter({"id-p1": MAX_SERVER_LOSSES}))
     async with FakeOpenAIServer() as server, connect(server) as client:
         rows = await generate_rows(client, prompts(3), GenerateConfig(), partial=partial)
-    assert_failed(rows[1], "2 servers were lost")
+    assert_failed(rows[1], f"{MAX_SERVER_LOSSES} servers were lost")
     assert server.requests == {"p0": 1, "p2": 1}
 
 

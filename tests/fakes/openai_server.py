@@ -312,8 +312,8 @@ async def _send(
     return not cut
 
 
-async def _serve_forever(port: int, latency_seconds: float) -> None:
-    reply = Reply(text="word " * 100, latency_seconds=latency_seconds)
+async def _serve_forever(port: int, latency_seconds: float, num_words: int) -> None:
+    reply = Reply(text="word " * num_words, latency_seconds=latency_seconds)
     async with FakeOpenAIServer(lambda _prompt, _nth: reply, port=port) as server:
         print(server.base_url, flush=True)
         await asyncio.Event().wait()
@@ -324,9 +324,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--latency-seconds", type=float, default=0.0)
+    parser.add_argument("--words", type=int, default=100, help="length of every answer, 5 tokens a word")
     options = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve_forever(options.port, options.latency_seconds))
+        asyncio.run(_serve_forever(options.port, options.latency_seconds, options.words))
 
 
 if __name__ == "__main__":
