@@ -45,7 +45,10 @@ def prefect_api() -> Iterator[str]:
     log = home / "server.log"
     command = [sys.executable, "-m", "prefect", "server", "start", "--no-services"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    with GuardedProcess.start(command, token=process_token("prefect", str(home)), log_path=log) as server:
+    # The pages would otherwise ask the default port, where nobody listens.
+    env = {"PREFECT_SERVER_UI_API_URL": url}
+    token = process_token("prefect", str(home))
+    with GuardedProcess.start(command, token=token, env=env, log_path=log) as server:
         _wait_until_healthy(url, server, log)
         logger.info("Prefect's UI for this run: http://127.0.0.1:%d (ends with the run).", port)
         os.environ["PREFECT_API_URL"] = url

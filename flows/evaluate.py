@@ -36,7 +36,7 @@ from tasks.server import serving
 from tasks.verifier import materialize_verifier
 
 
-@flow(name="evaluate")
+@flow(name="evaluate", flow_run_name="evaluate {config.root}")
 async def evaluate(config: PipelineConfig) -> Summary:
     """Measure every method in interleaved rounds. Reads `prompts` and `drafts`, writes `evaluations`."""
     stages = await resolve_stages(config)

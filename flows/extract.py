@@ -30,7 +30,7 @@ from tasks.verifier import materialize_verifier
 SHARDS_AT_ONCE = 2
 
 
-@flow(name="extract")
+@flow(name="extract", flow_run_name="extract {config.root}")
 async def extract(config: PipelineConfig) -> Summary:
     """Extract hidden states for every response. Reads `responses`, writes `hidden_states`."""
     stages = await resolve_stages(config)

@@ -32,7 +32,7 @@ from tasks.server import serving
 from tasks.verifier import materialize_verifier
 
 
-@flow(name="generate")
+@flow(name="generate", flow_run_name="generate {config.root}")
 async def generate(config: PipelineConfig) -> Summary:
     """Answer every train prompt by itself. Reads `prompts`, writes `responses`."""
     stages = await resolve_stages(config)

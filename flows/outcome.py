@@ -30,7 +30,7 @@ async def publish_outcome(run: Run) -> dict[str, Any]:
     await asyncio.to_thread(storage.put, run.report_uri, text.encode())
     await acreate_table_artifact(table, key="stages", description="What this run made and what it reused")
     await acreate_table_artifact(result_table(rows), key="evaluation", description="Speed and acceptance")
-    await acreate_markdown_artifact(text, key="report", description=evaluations_uri)
+    await acreate_markdown_artifact(text, key="report", description=f"Report of this run, from {evaluations_uri}")
     measured = sorted((row for row in rows if row["method"] != BASELINE), key=lambda row: int(row["concurrency"]))
     ours = next((row for row in measured if row["method"] == "eagle3"), None)
     return {

@@ -20,7 +20,7 @@ from flows.vocab import vocab
 STAGE_FLOWS = (prompts, generate, extract, vocab, train, evaluate)
 
 
-@flow(name="speculator-pipeline")
+@flow(name="speculator-pipeline", flow_run_name="speculator-pipeline {config.root}")
 async def speculator_pipeline(config: PipelineConfig) -> dict[str, Any]:
     """Train and measure a draft for the config's verifier; every stage reuses what is already there."""
     async with lineage(config) as run:

@@ -9,7 +9,7 @@ from flows.stage import Summary, close_stage, inspect, resolve_stages, reused
 from tasks.prompts import write_prompts
 
 
-@flow(name="prompts")
+@flow(name="prompts", flow_run_name="prompts {config.root}")
 async def prompts(config: PipelineConfig) -> Summary:
     """Write the prompts of the config's sources. Reads nothing but the sources."""
     stage = (await resolve_stages(config))["prompts"]

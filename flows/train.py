@@ -17,7 +17,7 @@ from tasks.train import train_draft
 from tasks.verifier import materialize_verifier
 
 
-@flow(name="train")
+@flow(name="train", flow_run_name="train {config.root}")
 async def train(config: PipelineConfig) -> Summary:
     """Train a draft and export it. Reads `hidden_states` and `vocab`, writes `drafts`."""
     stages = await resolve_stages(config)

@@ -15,7 +15,7 @@ from infra.vocab import FILE_NAME
 from tasks.vocab import build_vocabulary
 
 
-@flow(name="vocab")
+@flow(name="vocab", flow_run_name="vocab {config.root}")
 async def vocab(config: PipelineConfig) -> Summary:
     """Choose the tokens the draft may propose. Reads `responses`, writes `vocab`."""
     stages = await resolve_stages(config)
