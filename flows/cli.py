@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -36,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("draftsmith: interrupted; the same command continues where this run stopped", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        sys.stderr.flush()
+        # After a second signal some coroutines were not unwound, and the interpreter's own end would wait for
+        # them for ever. The guards end what still runs.
+        os._exit(EXIT_INTERRUPTED)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -47,11 +51,15 @@ def _run(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.set)
     resolve(config)  # wrong input ends here, before anything is started
     with prefect_api():
+        from prefect.exceptions import TerminationSignal
+
         from flows.pipeline import speculator_pipeline
 
         logging.getLogger("draftsmith").handlers.clear()  # from here on Prefect prints these lines too
         try:
             outcome = asyncio.run(speculator_pipeline(config))
+        except TerminationSignal:  # within a flow, Prefect's handler of SIGTERM replaces ours
+            raise KeyboardInterrupt from None
         finally:
             _send_last_logs()
     if options.json:

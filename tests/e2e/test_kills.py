@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from flows.cli import EXIT_DONE
+from flows.cli import EXIT_DONE, EXIT_INTERRUPTED
 from flows.resolve import resolve
 from infra.manifest import StageRef
 from tests.e2e.conftest import CommandRun, Commands, Finished, tiny_config
@@ -118,6 +119,36 @@ def test_a_run_killed_in_every_long_stage_completes_and_loses_nothing(
     assert_same_rows(root, finished)
     for stage in root.stages:
         assert (root.folder(stage) / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        pytest.param((signal.SIGTERM,), id="TERM"),
+        pytest.param((signal.SIGINT,), id="INT", marks=pytest.mark.slow),
+        pytest.param((signal.SIGTERM, signal.SIGINT), id="TERM and INT", marks=pytest.mark.slow),
+        pytest.param((signal.SIGINT, signal.SIGINT), id="INT twice"),
+    ],
+)
+def test_a_run_that_is_asked_to_stop_ends_soon_and_leaves_nothing(
+    commands: Commands, tmp_path: Path, signals: tuple[int, ...]
+) -> None:
+    """While it waits for a server; no vLLM is needed to wait for."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text('#!/bin/sh\n[ "$1" = -I ] && echo 0.32.0 || exec sleep 1000\n')
+    interpreter.chmod(0o755)
+    run = commands.start(tmp_path / "root", f"vllm.python={interpreter}")
+    run.wait_for(lambda: any("sleep 1000" in name for name in run.processes().values()), "a server's start")
+    time.sleep(1.0)
+    before = run.processes()
+    for number in signals:
+        run.process.send_signal(number)
+        time.sleep(0.3)
+    assert run.finish(60) == EXIT_INTERRUPTED
+    assert run.left_alive(before, END_SECONDS) == {}
+    assert run.log.rstrip().splitlines()[-1].startswith("draftsmith: interrupted; the same command continues")
+    (lineage,) = (tmp_path / "root" / "runs").glob("*.json")
+    assert len(signals) > 1 or json.loads(lineage.read_text())["status"] == "failed"
 
 
 def says(run: CommandRun, text: str) -> bool:
