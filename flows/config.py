@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from infra.config import Config
 from infra.errors import InputError
@@ -46,6 +46,17 @@ class PipelineConfig(Config):
     evaluate: EvaluateConfig = EvaluateConfig()
     """How the speculator is measured against no speculation and n-gram."""
 
+    @model_validator(mode="after")
+    def _answers_fit(self) -> Self:
+        longest = self.vllm.max_model_len
+        for section, limit in (("generate", self.generate.max_tokens), ("evaluate", self.evaluate.max_tokens)):
+            if longest is not None and limit >= longest:
+                raise ValueError(
+                    f"{section}.max_tokens: {limit} leaves no room for a prompt in vllm.max_model_len "
+                    f"{longest}; lower the one or raise the other"
+                )
+        return self
+
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read a YAML file, apply `a.b=value` overrides, and check the whole.
@@ -72,6 +83,10 @@ def input_error(error: ValidationError) -> InputError:
             problem = f"is not a known field here; known are {', '.join(_siblings(first['loc']))}"
         case "missing":
             problem = "is required and is not there"
+        case "value_error":  # ours: says all itself; one about several sections begins with the field's name
+            problem = first["msg"].removeprefix("Value error, ")
+            if not field:
+                field, _, problem = problem.partition(": ")
         case _:
             shown = repr(first["input"])
             problem = f"{first['msg'][0].lower()}{first['msg'][1:]}"

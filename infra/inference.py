@@ -46,8 +46,6 @@ class GenerateConfig(ClientConfig):
     """Further request fields by vLLM's names: top_k, min_p, repetition_penalty, chat_template_kwargs."""
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.02
     """The stage fails when more than this share of its rows failed."""
-    progress_interval_seconds: Annotated[float, Field(gt=0)] = 5.0
-    """Time between two updates of the progress artifact."""
 
     @field_validator("extra_body")
     @classmethod

