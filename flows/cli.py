@@ -12,13 +12,15 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from infra.errors import DraftsmithError, InputError
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+UNWIND_SECONDS = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     _log_to_stderr()
-    signal.signal(signal.SIGTERM, _interrupt)
+    _end_on_signals()
     try:
         return command(options)
     except InputError as error:
@@ -36,11 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"draftsmith: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("draftsmith: interrupted; the same command continues where this run stopped", file=sys.stderr)
-        sys.stderr.flush()
-        # After a second signal some coroutines were not unwound, and the interpreter's own end would wait for
-        # them for ever. The guards end what still runs.
-        os._exit(EXIT_INTERRUPTED)
+        _leave()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -171,8 +169,29 @@ def _log_to_stderr() -> None:
     logger.setLevel(logging.INFO)
 
 
-def _interrupt(_signal: int, _frame: object) -> None:
-    raise KeyboardInterrupt
+def _end_on_signals() -> None:
+    """TERM and INT unwind what runs, once; a second one, or an unwinding that takes too long, ends at once."""
+    asked = False
+
+    def interrupt(_number: int, _frame: object) -> None:
+        nonlocal asked
+        if asked:
+            _leave()
+        asked = True
+        limit = threading.Timer(UNWIND_SECONDS, _leave)
+        limit.daemon = True
+        limit.start()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def _leave() -> NoReturn:
+    """End this process now. Not through the interpreter's own end, which waits for threads and coroutines that an
+    interrupt has left half-way, some of them for ever; the guards end every child that still runs."""
+    os.write(2, b"draftsmith: interrupted; the same command continues where this run stopped\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,13 @@ class Half:
 
 @pytest.fixture(autouse=True)
 def process_state() -> Iterator[None]:
-    """`main` sets up logging and a signal handler for its process; this process goes on."""
-    handlers, on_term = list(logging.getLogger("draftsmith").handlers), signal.getsignal(signal.SIGTERM)
+    """`main` sets up logging and signal handlers for its process; this process goes on."""
+    handlers = list(logging.getLogger("draftsmith").handlers)
+    on_signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     logging.getLogger("draftsmith").handlers[:] = handlers
-    signal.signal(signal.SIGTERM, on_term)
+    for number, handler in on_signals.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
