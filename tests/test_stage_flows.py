@@ -53,6 +53,7 @@ def config(tmp_path: Path) -> PipelineConfig:
 # --- a flow ---
 
 
+@pytest.mark.prefect
 @pytest.mark.usefixtures("prefect_server")
 async def test_a_stage_that_is_there_shows_as_cached_and_is_left_alone(config: PipelineConfig) -> None:
     first: Any = await prompts(config, return_state=True)
@@ -70,6 +71,7 @@ async def test_a_stage_that_is_there_shows_as_cached_and_is_left_alone(config: P
     assert modification_times(Path(config.root)) == before
 
 
+@pytest.mark.prefect
 @pytest.mark.usefixtures("prefect_server")
 async def test_a_stage_with_a_hole_is_made_whole_and_the_rest_of_it_kept(config: PipelineConfig) -> None:
     await prompts(config)
