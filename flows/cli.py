@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from infra.errors import DraftsmithError, InputError
+from infra.schemas import STAGES
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -55,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
 
         logging.getLogger("draftsmith").handlers.clear()  # from here on Prefect prints these lines too
         try:
-            outcome = asyncio.run(speculator_pipeline(config))
+            outcome = asyncio.run(speculator_pipeline(config, options.until))
         except TerminationSignal:  # within a flow, Prefect's handler of SIGTERM replaces ours
             raise KeyboardInterrupt from None
         finally:
@@ -68,7 +69,7 @@ def _run(options: argparse.Namespace) -> int:
         print(
             f"{stage['stage']:14} {stage['key']}  {how:6}  {stage['shards']} shards, {stage['totals']['rows']} rows"
         )
-    print(_headline(outcome))
+    print(_headline(outcome) if "report" in outcome else f"run_report={outcome['run_report']}")
     return EXIT_DONE
 
 
@@ -138,26 +139,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, command: Callable[[argparse.Namespace], int], text: str, takes_config: bool) -> None:
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(command=command)
-        if takes_config:
-            sub.add_argument("config", help="YAML file, such as deployments/smoke.yaml")
-            sub.add_argument(
-                "--set",
-                action="append",
-                default=[],
-                metavar="A.B=VALUE",
-                help="override one field; may be given several times",
-            )
-        else:
-            sub.add_argument("uri", help="an artifact root, or one stage's folder below it")
         sub.add_argument("--json", action="store_true", help="print JSON")
+        return sub
 
-    add("run", _run, "run the pipeline here; the same command continues an interrupted run", True)
-    add("plan", _plan, "say what a run would do, reuse and cost; starts nothing", True)
-    add("status", _status, "show each stage's shards: done, missing, failed rows", True)
-    add("verify", _verify, "reread every shard and compare it with its record", False)
+    run = add("run", _run, "run the pipeline here; the same command continues an interrupted run")
+    run.add_argument("--until", choices=STAGES, default=STAGES[-1], metavar="STAGE", help="the last stage to make")
+    plan = add("plan", _plan, "say what a run would do, reuse and cost; starts nothing")
+    status = add("status", _status, "show each stage's shards: done, missing, failed rows")
+    for sub in (run, plan, status):
+        sub.add_argument("config", help="YAML file, such as deployments/smoke.yaml")
+        sub.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="A.B=VALUE",
+            help="override one field; may be given several times",
+        )
+    verify = add("verify", _verify, "reread every shard and compare it with its record")
+    verify.add_argument("uri", help="an artifact root, or one stage's folder below it")
     return parser
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from prefect import flow
 
 from flows.config import PipelineConfig
-from flows.stage import Summary, close_stage, open_stage, resolve_stages, reused, run_all, with_restarts
+from flows.stage import Stages, StageWork, Summary, run_all, run_stage, with_restarts
 from infra import manifest
 from infra.evaluation import (
     EvaluationPrompt,
@@ -39,49 +39,48 @@ from tasks.verifier import materialize_verifier
 @flow(name="evaluate", flow_run_name="evaluate {config.root}")
 async def evaluate(config: PipelineConfig) -> Summary:
     """Measure every method in interleaved rounds. Reads `prompts` and `drafts`, writes `evaluations`."""
-    stages = await resolve_stages(config)
-    stage = stages["evaluations"]
-    state = await open_stage(stage, plan_shards(stages))
-    if state.complete:
-        return reused(stage, state)
-    if state.missing:
-        verifier = await materialize_verifier(config.verifier)
-        inputs = await asyncio.to_thread(manifest.input_records, stage, state.plan)
-        drafts = stages["drafts"]
-        exported = [record for name, record in inputs.items() if name.startswith("drafts/")]
-        speculator = await fetch_speculator(drafts.uri, exported)
-        prompts = await asyncio.to_thread(heldout_prompts, config, stages["prompts"])
-        measurements: list[Measurement] = []
-        flags: dict[str, str] = {}
-
-        async def attempt() -> None:
-            measurements.clear()
-            names = {str(verifier.path): verifier.name, str(speculator): f"drafts/{drafts.key}/export"}
-            async with servers_side_by_side(config, stage, verifier, speculator) as servers:
-                flags.update({method: portable_flags(server.flags, names) for method, server in servers.items()})
-                measurements.extend(await measure_all(config, prompts, servers))
-
-        await with_restarts(attempt, "The evaluation's vLLM servers")
-        served = Served(
-            verifier=verifier.name,
-            revision=verifier.revision,
-            draft_key=drafts.key,
-            vllm_version=vllm_version(config.vllm),
-            flags=flags,
-            hardware=hardware_name(),
-            versions=package_versions(),
-            git_commit=git_commit(),
-        )
-        await write_evaluation(stage, state.plan, inputs, config.evaluate, measurements, served)
-    return await close_stage(stage)
+    return await run_stage(config, "evaluations", plan_shards, make_evaluation)
 
 
-def plan_shards(stages: dict[str, StageRef]) -> list[Shard]:
+def plan_shards(stages: Stages) -> list[Shard]:
     """One record for each file of the report; each rests on the held-out prompts and on the exported files."""
     heldout = [shard for shard in manifest.read_plan(stages["prompts"].uri) if shard.extra["split"] == HELDOUT]
     names = [f"prompts/{shard.shard}" for shard in heldout]
     names += [f"drafts/{shard.shard}" for shard in manifest.read_plan(stages["drafts"].uri)]
     return [Shard(f"{index:05d}", tuple(names), {"file": file}) for index, file in enumerate(FILES)]
+
+
+async def make_evaluation(work: StageWork) -> None:
+    if not work.state.missing:
+        return
+    config, stage, drafts = work.config, work.stage, work.stages["drafts"]
+    verifier = await materialize_verifier(config.verifier)
+    inputs = await work.inputs()
+    exported = [record for name, record in inputs.items() if name.startswith("drafts/")]
+    speculator = await fetch_speculator(drafts.uri, exported)
+    prompts = await asyncio.to_thread(heldout_prompts, config, work.stages["prompts"])
+    measurements: list[Measurement] = []
+    flags: dict[str, str] = {}
+
+    async def attempt() -> None:
+        measurements.clear()
+        names = {str(verifier.path): verifier.name, str(speculator): f"drafts/{drafts.key}/export"}
+        async with servers_side_by_side(config, stage, verifier, speculator) as servers:
+            flags.update({method: portable_flags(server.flags, names) for method, server in servers.items()})
+            measurements.extend(await measure_all(config, prompts, servers))
+
+    await with_restarts(attempt, "The evaluation's vLLM servers")
+    served = Served(
+        verifier=verifier.name,
+        revision=verifier.revision,
+        draft_key=drafts.key,
+        vllm_version=vllm_version(config.vllm),
+        flags=flags,
+        hardware=hardware_name(),
+        versions=package_versions(),
+        git_commit=git_commit(),
+    )
+    await write_evaluation(stage, work.state.plan, inputs, config.evaluate, measurements, served)
 
 
 def heldout_prompts(config: PipelineConfig, prompts: StageRef) -> dict[str, list[EvaluationPrompt]]:

@@ -19,26 +19,30 @@ async def publish_outcome(run: Run) -> dict[str, Any]:
     """Publish the run's report and return its headline figures.
 
     Returns:
-        `acceptance_length` and `speedup_c1` of the speculator with the fewest requests in flight (None without
-        one), the URIs `report` and `run_report`, and `stages`.
+        `stages` and the URI `run_report`; with an evaluation also its `report`, and `acceptance_length` and
+        `speedup_c1` of the speculator with the fewest requests in flight (None without one).
     """
-    evaluations_uri = run.stages[-1]["uri"]
-    rows = await asyncio.to_thread(read_results, evaluations_uri)
-    report = await asyncio.to_thread(read_report, evaluations_uri)
     table = stage_table([_line(summary) for summary in run.stages])
-    text = f"# Run {run.run_id}\n\n{_markdown_table(table)}\n\n{report}"
-    await asyncio.to_thread(storage.put, run.report_uri, text.encode())
+    text = f"# Run {run.run_id}\n\n{_markdown_table(table)}\n"
+    outcome: dict[str, Any] = {"stages": run.stages, "run_report": run.report_uri}
     await acreate_table_artifact(table, key="stages", description="What this run made and what it reused")
-    await acreate_table_artifact(result_table(rows), key="evaluation", description="Speed and acceptance")
-    await acreate_markdown_artifact(text, key="report", description=f"Report of this run, from {evaluations_uri}")
+    evaluation = next((stage["uri"] for stage in run.stages if stage["stage"] == "evaluations"), None)
+    if evaluation is not None:
+        rows = await asyncio.to_thread(read_results, evaluation)
+        text += "\n" + await asyncio.to_thread(read_report, evaluation)
+        outcome |= {"report": storage.join(evaluation, REPORT_FILE), **_headline(rows)}
+        await acreate_table_artifact(result_table(rows), key="evaluation", description="Speed and acceptance")
+    await asyncio.to_thread(storage.put, run.report_uri, text.encode())
+    await acreate_markdown_artifact(text, key="report", description=f"Report of run {run.run_id}")
+    return outcome
+
+
+def _headline(rows: list[dict[str, Any]]) -> dict[str, Any]:
     measured = sorted((row for row in rows if row["method"] != BASELINE), key=lambda row: int(row["concurrency"]))
     ours = next((row for row in measured if row["method"] == "eagle3"), None)
     return {
         "acceptance_length": ours["acceptance_length"] if ours else None,
         "speedup_c1": ours["speedup"] if ours else None,
-        "report": storage.join(evaluations_uri, REPORT_FILE),
-        "run_report": run.report_uri,
-        "stages": run.stages,
     }
 
 

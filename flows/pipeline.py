@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from prefect import flow
 
@@ -17,17 +17,30 @@ from flows.stage import Summary, redo_damaged_shards
 from flows.train import train
 from flows.vocab import vocab
 
-STAGE_FLOWS = (prompts, generate, extract, vocab, train, evaluate)
+STAGE_FLOWS = {
+    "prompts": prompts,
+    "responses": generate,
+    "hidden_states": extract,
+    "vocab": vocab,
+    "drafts": train,
+    "evaluations": evaluate,
+}
+StageName = Literal["prompts", "responses", "hidden_states", "vocab", "drafts", "evaluations"]
 
 
 @flow(name="speculator-pipeline", flow_run_name="speculator-pipeline {config.root}")
-async def speculator_pipeline(config: PipelineConfig) -> dict[str, Any]:
-    """Train and measure a draft for the config's verifier; every stage reuses what is already there."""
+async def speculator_pipeline(config: PipelineConfig, until: StageName = "evaluations") -> dict[str, Any]:
+    """Train and measure a draft for the config's verifier; every stage reuses what is already there.
+
+    Args:
+        until: the last stage to make.
+    """
     async with lineage(config) as run:
-        run.stages = await run_stages(config)
+        run.stages = await run_stages(config, until)
         return await publish_outcome(run)
 
 
 @redo_damaged_shards
-async def run_stages(config: PipelineConfig) -> list[Summary]:
-    return [await stage_flow(config) for stage_flow in STAGE_FLOWS]
+async def run_stages(config: PipelineConfig, until: StageName) -> list[Summary]:
+    names = list(STAGE_FLOWS)
+    return [await STAGE_FLOWS[name](config) for name in names[: names.index(until) + 1]]

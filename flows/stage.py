@@ -1,12 +1,14 @@
-"""What every stage's flow does alike: open its plan, say what is reused, run its shards, close it."""
+"""What every stage's flow does alike: open its plan, say what is reused, make what is missing, close it."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect.states import Completed
 
@@ -21,6 +23,8 @@ from tasks.reuse import reuse_shard
 
 logger = logging.getLogger("draftsmith.stage")
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Summary = dict[str, Any]
 
 # A server or engine that dies this often in one run of a stage will not be mended by another start.
@@ -29,18 +33,66 @@ MAX_STARTS = 3
 MAX_DAMAGED_SHARDS = 100
 
 
-async def resolve_stages(config: PipelineConfig) -> dict[str, StageRef]:
-    return await asyncio.to_thread(resolve, config)
+Stages = Mapping[str, StageRef]
+PlanShards = Callable[[Stages], Sequence[Shard]]
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What one stage has to make: its place among the others, and what of it is there already."""
+
+    config: PipelineConfig
+    stages: Stages
+    stage: StageRef
+    state: StageState
+
+    async def inputs(self) -> dict[str, ShardRecord]:
+        """The present record of every upstream shard, by `<stage>/<shard>`."""
+        return await asyncio.to_thread(manifest.input_records, self.stage, self.state.plan)
+
+
+async def run_stage(
+    config: PipelineConfig,
+    name: str,
+    plan_shards: PlanShards | None,
+    make: Callable[[StageWork], Awaitable[Mapping[str, Any] | None]],
+) -> Summary:
+    """Make what is missing of one stage; a stage that is complete is reused as it stands.
+
+    Args:
+        name: the stage's name in the artifact contract.
+        plan_shards: its shards, from the plans of the stages before; None where `make` writes the plan itself.
+        make: commits every missing shard, refuses what is not acceptable; what it returns is added to the manifest.
+    """
+    stages = await asyncio.to_thread(resolve, config)
+    stage = stages[name]
+    await asyncio.to_thread(refuse_absent_upstream, stages, stage)
+    if plan_shards is not None:
+        await asyncio.to_thread(manifest.write_plan, stage, await asyncio.to_thread(plan_shards, stages))
+    state = await inspect(stage)
+    if state.complete:
+        return reused(stage, state)
+    report_missing(stage, state)
+    await show_reused_shards(stage, state)
+    return await close_stage(stage, await make(StageWork(config, stages, stage, state)))
+
+
+def refuse_absent_upstream(stages: Stages, stage: StageRef) -> None:
+    """Raise StageFailed when a stage that this one reads has not been made."""
+    for name in stage.content["upstream"]:
+        if manifest.read_manifest(stages[name].uri) is None:
+            raise StageFailed(
+                f"{stage.stage} reads {name}, which is not complete at {stages[name].uri}; "
+                f"run the stages before it with this config first, or the whole pipeline"
+            )
 
 
 async def inspect(stage: StageRef) -> StageState:
     return await asyncio.to_thread(manifest.inspect, stage)
 
 
-async def open_stage(stage: StageRef, shards: Sequence[Shard]) -> StageState:
-    """Write the plan if there is none and say what is done and missing."""
-    await asyncio.to_thread(manifest.write_plan, stage, shards)
-    state = await inspect(stage)
+def report_missing(stage: StageRef, state: StageState) -> None:
+    """Log what is made again and how much is left to make."""
     for shard, problem in state.problems.items():
         logger.warning("%s shard %s is made again: %s.", stage.stage, shard, problem)
     if state.missing:
@@ -52,7 +104,6 @@ async def open_stage(stage: StageRef, shards: Sequence[Shard]) -> StageState:
             len(state.plan),
             len(state.missing),
         )
-    return state
 
 
 def reused(stage: StageRef, state: StageState) -> Summary:
@@ -73,10 +124,9 @@ async def show_reused_shards(stage: StageRef, state: StageState) -> None:
         await reuse_shard(stage, record)
 
 
-async def close_stage(stage: StageRef, **more: Any) -> Summary:
+async def close_stage(stage: StageRef, extra: Mapping[str, Any] | None = None) -> Summary:
     """Write the manifest of a stage whose shards are all committed."""
-    extra = more.pop("extra", None)
-    written = await asyncio.to_thread(manifest.finish, stage, provenance(**more), extra)
+    written = await asyncio.to_thread(manifest.finish, stage, provenance(), extra)
     return summarize(stage, written, reused=False)
 
 
@@ -135,21 +185,21 @@ async def with_restarts(attempt: Callable[[], Awaitable[None]], what: str) -> No
             logger.warning("%s: %s. It is started again (%d of %d).", what, error, start + 1, MAX_STARTS)
 
 
-def redo_damaged_shards(
-    run_stages: Callable[[PipelineConfig], Awaitable[list[Summary]]],
-) -> Callable[[PipelineConfig], Awaitable[list[Summary]]]:
+def redo_damaged_shards(run_stages: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
     """Run the stages again when a reader finds a shard that does not match its record.
 
     The damaged shard's record is withdrawn first, so its own stage makes it anew; everything else is reused.
     """
 
-    async def wrapped(config: PipelineConfig) -> list[Summary]:
+    @functools.wraps(run_stages)
+    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         for _ in range(MAX_DAMAGED_SHARDS):
             try:
-                return await run_stages(config)
+                return await run_stages(*args, **kwargs)
             except DamagedShard as damage:
+                last = damage
                 logger.warning("%s. It is made again, then the run goes on.", damage)
                 await asyncio.to_thread(manifest.invalidate, damage.stage_uri, damage.shard)
-        raise StageFailed(f"{MAX_DAMAGED_SHARDS} damaged shards in one run; the store at {config.root} loses data")
+        raise StageFailed(f"{MAX_DAMAGED_SHARDS} damaged shards in one run, {last} the last; the store loses data")
 
     return wrapped

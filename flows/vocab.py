@@ -7,9 +7,9 @@ import asyncio
 from prefect import flow
 
 from flows.config import PipelineConfig
-from flows.stage import Summary, close_stage, open_stage, resolve_stages, reused
+from flows.stage import Stages, StageWork, Summary, run_stage
 from infra import manifest
-from infra.manifest import Shard, StageRef
+from infra.manifest import Shard
 from infra.verifier import resolve_shape
 from infra.vocab import FILE_NAME
 from tasks.vocab import build_vocabulary
@@ -18,19 +18,16 @@ from tasks.vocab import build_vocabulary
 @flow(name="vocab", flow_run_name="vocab {config.root}")
 async def vocab(config: PipelineConfig) -> Summary:
     """Choose the tokens the draft may propose. Reads `responses`, writes `vocab`."""
-    stages = await resolve_stages(config)
-    stage = stages["vocab"]
-    state = await open_stage(stage, plan_shards(stages["responses"]))
-    if state.complete:
-        return reused(stage, state)
-    for shard in state.missing:
-        inputs = await asyncio.to_thread(manifest.input_records, stage, [shard])
-        shape = await asyncio.to_thread(resolve_shape, config.verifier)
-        await build_vocabulary(stage, shard, inputs, config.vocab, shape.vocab_size)
-    return await close_stage(stage)
+    return await run_stage(config, "vocab", plan_shards, make_vocabulary)
 
 
-def plan_shards(responses: StageRef) -> list[Shard]:
+def plan_shards(stages: Stages) -> list[Shard]:
     """One file, made from every shard of responses."""
-    names = tuple(f"responses/{shard.shard}" for shard in manifest.read_plan(responses.uri))
+    names = tuple(f"responses/{shard.shard}" for shard in manifest.read_plan(stages["responses"].uri))
     return [Shard("00000", names, {"file": FILE_NAME})]
+
+
+async def make_vocabulary(work: StageWork) -> None:
+    shape = await asyncio.to_thread(resolve_shape, work.config.verifier)
+    for shard in work.state.missing:
+        await build_vocabulary(work.stage, shard, await work.inputs(), work.config.vocab, shape.vocab_size)

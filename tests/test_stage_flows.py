@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from flows.config import PipelineConfig
+from flows.generate import generate
+from flows.pipeline import STAGE_FLOWS, StageName, speculator_pipeline
 from flows.prompts import prompts
 from flows.resolve import resolve
 from flows.stage import (
@@ -26,6 +28,7 @@ from infra import manifest
 from infra.errors import DamagedShard, InputError, ServerError, StageFailed
 from infra.fingerprint import stage_content
 from infra.manifest import Shard, ShardRecord, StageRef
+from infra.schemas import STAGES
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,28 @@ async def test_a_stage_with_a_hole_is_made_whole_and_the_rest_of_it_kept(config:
     after = modification_times(Path(config.root))
     redone = {Path(name).name for name in after if after[name] != before.get(name)}
     assert redone == {lost.name, "manifest.json"}, "its record still stands for the same bytes"
+
+
+@pytest.mark.prefect
+@pytest.mark.usefixtures("prefect_server")
+async def test_a_pipeline_stops_after_the_stage_it_was_asked_for(config: PipelineConfig) -> None:
+    outcome = await speculator_pipeline(config, until="prompts")
+    assert [stage["stage"] for stage in outcome["stages"]] == ["prompts"]
+    assert "report" not in outcome
+    assert Path(outcome["run_report"]).read_text().startswith("# Run ")
+    assert {path.name for path in Path(config.root).iterdir()} == {"prompts", "runs"}
+
+
+@pytest.mark.prefect
+@pytest.mark.usefixtures("prefect_server")
+async def test_a_stage_alone_names_the_one_that_must_come_before(config: PipelineConfig) -> None:
+    with pytest.raises(StageFailed, match=r"responses reads prompts, which is not complete at .*; run the stages"):
+        await generate(config)
+    assert not Path(config.root).exists()
+
+
+def test_the_pipeline_runs_every_stage_of_the_contract_in_order() -> None:
+    assert tuple(STAGE_FLOWS) == get_args(StageName) == STAGES
 
 
 def modification_times(root: Path) -> dict[str, int]:
