@@ -16,7 +16,7 @@ VLLM_PACKAGE := $(if $(shell command -v nvidia-smi 2>/dev/null && nvidia-smi -L 
 SLOWER := e2e or prefect or s3 or gpu or kill or slow
 FAST_TESTS := .venv/bin/pytest -q -n 2 --dist loadfile -m "not ($(SLOWER))"
 
-.PHONY: demo setup check fix test test-all lock clean
+.PHONY: demo setup s3 check fix test test-all lock clean
 demo: setup  ## the whole pipeline on SmolLM2-135M, into data/smoke
 	.venv/bin/draftsmith run deployments/smoke.yaml
 
@@ -35,6 +35,9 @@ setup: .venv/.ready .venv-vllm/.ready
 	@test -x .venv-vllm/bin/python || $(UV) venv --quiet --python $(PYTHON) .venv-vllm
 	@VIRTUAL_ENV=.venv-vllm $(UV) pip $(INSTALL) --constraint $(ENVIRONMENTS)/vllm.txt $(VLLM_PACKAGE)==$(VLLM_VERSION)
 	@touch $@
+
+s3: .venv/.ready  ## a real S3 server on this machine, to try things on; Ctrl-C ends it
+	@.venv/bin/python -m infra.local_s3
 
 check: .venv/.ready  ## format, lint, types, fast tests; green before each commit
 	@.venv/bin/ruff format --check

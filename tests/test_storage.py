@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infra import leases, storage
-from infra.errors import InputError
+from infra import storage
+from infra.errors import InputError, StorageError
 
 
 def test_put_get_list_delete(tmp_path: Path) -> None:
@@ -55,23 +55,10 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise OSError("disk gone")
 
-    monkeypatch.setattr("infra.storage.os.fsync", fail)
-    with pytest.raises(OSError, match="disk gone"):
+    monkeypatch.setattr("infra.storage_local.os.fsync", fail)
+    with pytest.raises(StorageError, match="disk gone"):
         storage.put(storage.join(str(tmp_path), "a.bin"), b"data")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_leases_raise_the_epoch_for_each_taker(tmp_path: Path) -> None:
-    root = str(tmp_path)
-    assert leases.current_epoch(root, "drafts-0") == 0
-    epochs: list[int] = []
-    threads = [threading.Thread(target=lambda: epochs.append(leases.take(root, "drafts-0"))) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(epochs) == [1, 2, 3, 4, 5, 6]
-    assert leases.current_epoch(root, "drafts-0") == 6
 
 
 def test_an_unknown_protocol_is_refused_by_name() -> None:
