@@ -1,4 +1,4 @@
-"""`draftsmith run · plan · status · verify`.
+"""`draftsmith run · plan · status · verify · automations`.
 
 Exit codes: 0 done, 1 the run failed, 2 the input is wrong (one clear line, no traceback).
 """
@@ -133,6 +133,18 @@ def _verify(options: argparse.Namespace) -> int:
     return EXIT_FAILED if problems else EXIT_DONE
 
 
+def _automations(options: argparse.Namespace) -> int:
+    from flows.automations import install
+
+    installed = install()
+    if options.json:
+        print(json.dumps({"automations": installed}))
+        return EXIT_DONE
+    for automation in installed:
+        print(f"{automation['name']:28} {automation['done']}")
+    return EXIT_DONE
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="draftsmith", description="Train EAGLE-3 draft models for models served by vLLM."
@@ -158,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="A.B=VALUE",
             help="override one field; may be given several times",
         )
+    add("automations", _automations, "install what puts a deployment's run back after its node has died")
     verify = add("verify", _verify, "reread every shard and compare it with its record")
     verify.add_argument("uri", help="an artifact root, or one stage's folder below it")
     return parser

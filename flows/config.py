@@ -45,6 +45,9 @@ class PipelineConfig(Config):
     """How the draft is trained."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """How the speculator is measured against no speculation and n-gram."""
+    max_idle_attempts: int = Field(default=5, ge=1)
+    """A deployment's run that dies is started again by itself; after this many attempts in a row that committed
+    nothing new it fails instead."""
 
     @model_validator(mode="after")
     def _answers_fit(self) -> Self:

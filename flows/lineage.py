@@ -12,7 +12,9 @@ from typing import Any
 
 from prefect.runtime import flow_run
 
+from flows.attempts import refuse_crash_loop
 from flows.config import PipelineConfig
+from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
 from flows.stage import Summary
 from infra import storage
@@ -44,10 +46,12 @@ async def lineage(config: PipelineConfig) -> AsyncIterator[Run]:
 
     The run id is Prefect's flow run id, which a rescheduled run keeps.
     """
+    show_plain_errors()
     stages = await asyncio.to_thread(resolve, config)
     run = Run(str(flow_run.get_id()), config, {name: stage.key for name, stage in stages.items()}, _now())
     await asyncio.to_thread(_write, run, "running", None)
     try:
+        await refuse_crash_loop(config, stages)
         yield run
     except BaseException as error:
         await asyncio.shield(asyncio.to_thread(_write, run, "failed", f"{type(error).__name__}: {error}"))

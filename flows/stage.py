@@ -12,7 +12,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect.states import Completed
 
+from flows.attempts import refuse_crash_loop
 from flows.config import PipelineConfig
+from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
 from infra import manifest
 from infra.errors import DamagedShard, ServerError, StageFailed
@@ -64,8 +66,10 @@ async def run_stage(
         plan_shards: its shards, from the plans of the stages before; None where `make` writes the plan itself.
         make: commits every missing shard, refuses what is not acceptable; what it returns is added to the manifest.
     """
+    show_plain_errors()
     stages = await asyncio.to_thread(resolve, config)
     stage = stages[name]
+    await refuse_crash_loop(config, stages)
     await asyncio.to_thread(refuse_absent_upstream, stages, stage)
     if plan_shards is not None:
         await asyncio.to_thread(manifest.write_plan, stage, await asyncio.to_thread(plan_shards, stages))

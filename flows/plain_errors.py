@@ -1,0 +1,25 @@
+"""Errors that say all themselves, shown in one line: no traceback of ours helps whoever has to correct a config."""
+
+from __future__ import annotations
+
+import logging
+
+from infra.errors import InputError, StageFailed
+
+_LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
+
+
+class _WithoutTraceback(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and isinstance(record.exc_info[1], InputError | StageFailed):
+            record.exc_info = None
+        return True
+
+
+_FILTER = _WithoutTraceback()
+
+
+def show_plain_errors() -> None:
+    """Have Prefect log InputError and StageFailed without their tracebacks. May be called again."""
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_FILTER)
