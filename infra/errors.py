@@ -4,7 +4,8 @@ DraftsmithError
 ├── InputError           what the user gave is wrong: one line, exit code 2, never retried
 ├── InfrastructureError  a process, node, server or store failed: retry with backoff
 │   ├── ServerError      a vLLM server or engine did not start, died or hung
-│   └── StorageError     the object store did not answer in time
+│   ├── StorageError     the object store did not answer in time
+│   └── LeaseLost        another run has taken over this work: not retried in place
 ├── PartialError         part of the work is bad: redo that part
 │   └── DamagedShard     a shard's bytes do not match its record
 └── StageFailed          the stage ran and its result is not acceptable: a person must look
@@ -42,6 +43,10 @@ class ServerError(InfrastructureError):
 
 class StorageError(InfrastructureError):
     """The object store did not answer, or throttled longer than the bounded retries."""
+
+
+class LeaseLost(InfrastructureError):
+    """Another run has taken over this work; going on here would only repeat it."""
 
 
 class PartialError(DraftsmithError):

@@ -191,6 +191,23 @@ def process_state(pid: int) -> tuple[str, int]:
     return state.decode(), int(parent)
 
 
+def process_start(pid: int) -> int:
+    """When a process started, in clock ticks since the boot; OSError when there is none.
+
+    With the pid it names one process for as long as the machine is up: pids are used again.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])  # field 22 of proc(5), the 20th after the name
+
+
+def runs_since(pid: int, started: int) -> bool:
+    """Whether the process that started then still runs (a zombie does not)."""
+    try:
+        return process_start(pid) == started and process_state(pid)[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 

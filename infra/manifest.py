@@ -9,22 +9,35 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from infra import storage
-from infra.errors import DamagedShard, StageFailed
-from infra.fingerprint import sha256_hex
-from infra.records import RECORD_FIELDS, Shard, ShardRecord, StageRef, StageState
+from infra.errors import StageFailed
+from infra.fingerprint import content_sha256
+from infra.records import Shard, ShardRecord, StageRef, StageState, is_record
+from infra.shards import (
+    check_shard,
+    commit_shard,
+    fetch_shard,
+    invalidate,
+    load_object,
+    read_record_files,
+    read_shard,
+    record_uri,
+)
 
 __all__ = [
     "Shard",
     "ShardRecord",
     "StageRef",
     "StageState",
+    "check_shard",
     "commit_shard",
+    "fetch_shard",
     "finish",
     "input_records",
+    "inputs_sha256",
     "inspect",
     "invalidate",
     "read_content",
@@ -34,12 +47,10 @@ __all__ = [
     "read_records",
     "read_shard",
     "record_uri",
+    "records_of",
+    "unnamed",
     "write_plan",
 ]
-
-
-def record_uri(stage_uri: str, shard: str) -> str:
-    return storage.join(stage_uri, "shards", f"{shard}.json")
 
 
 def write_plan(stage: StageRef, shards: Sequence[Shard]) -> tuple[Shard, ...]:
@@ -58,22 +69,24 @@ def write_plan(stage: StageRef, shards: Sequence[Shard]) -> tuple[Shard, ...]:
     body = _dump(plan)
     if storage.create(stage.plan_uri, body):
         return tuple(shards)
-    found = _load(storage.get(stage.plan_uri))
-    if found is None:
-        storage.put(stage.plan_uri, body)
-        return tuple(shards)
-    if found.get("content") != json.loads(body)["content"]:
+    found = load_object(storage.get(stage.plan_uri))
+    if found is not None and found.get("content") != json.loads(body)["content"]:
         raise StageFailed(f"{stage.plan_uri} was written for another configuration; move it away and run again")
-    return tuple(Shard.from_json(shard) for shard in found["shards"])
+    standing = _shards_of(found, stage.uri)
+    if standing:
+        return standing
+    # Torn. What the key hashes fixes the number and content of the shards, so the same plan is written again, and
+    # neither the records that are there nor the plans of later stages can come to mean something else.
+    storage.put(stage.plan_uri, body)
+    return tuple(shards)
 
 
 def read_plan(stage_uri: str) -> tuple[Shard, ...]:
-    """The planned shards, or none when there is no readable plan."""
+    """The planned shards, or none when there is no readable plan of this key."""
     try:
-        found = _load(storage.get(storage.join(stage_uri, "plan.json")))
+        return _shards_of(load_object(storage.get(storage.join(stage_uri, "plan.json"))), stage_uri)
     except FileNotFoundError:
         return ()
-    return tuple(Shard.from_json(shard) for shard in found["shards"]) if found else ()
 
 
 def read_content(stage_uri: str) -> dict[str, Any]:
@@ -83,29 +96,34 @@ def read_content(stage_uri: str) -> dict[str, Any]:
         StageFailed: the plan is absent or cannot be read.
     """
     body = storage.get_many([storage.join(stage_uri, "plan.json")]).values()
-    found = next((_load(data) for data in body), None)
+    found = next((load_object(data) for data in body), None)
     if found is None or not isinstance(found.get("content"), dict):
         raise StageFailed(f"{stage_uri} has no readable plan.json; run the pipeline's earlier stages again")
     return dict(found["content"])
 
 
 def read_records(stage_uri: str, shards: Sequence[Shard] | None = None) -> dict[str, ShardRecord]:
-    """Every readable record, by shard id: from the manifest where there is one, else from the records."""
+    """Every valid record, by shard id: from the manifest where there is one, else from the records."""
     manifest = read_manifest(stage_uri)
     if manifest is not None:
-        return _records_of(manifest)
+        return records_of(manifest)
     return read_record_files(stage_uri, read_plan(stage_uri) if shards is None else shards)
 
 
 def read_manifest(stage_uri: str) -> dict[str, Any] | None:
-    """The manifest, or None when it is absent or cannot be read."""
+    """The manifest, or None when it is absent, torn, or another stage's."""
     try:
-        found = _load(storage.get(storage.join(stage_uri, "manifest.json")))
+        found = load_object(storage.get(storage.join(stage_uri, "manifest.json")))
     except FileNotFoundError:
         return None
-    if found is None or not isinstance(found.get("shards"), list):
+    if found is None or not _belongs(found, stage_uri) or not isinstance(found.get("shards"), list):
         return None
-    return found if all(_is_record(item) for item in found["shards"]) else None
+    return found if all(is_record(item, found["key"]) for item in found["shards"]) else None
+
+
+def records_of(manifest: Mapping[str, Any]) -> dict[str, ShardRecord]:
+    """The records that a manifest repeats, by shard id."""
+    return {item["shard"]: ShardRecord.from_json(item) for item in manifest["shards"]}
 
 
 def input_records(stage: StageRef, shards: Sequence[Shard]) -> dict[str, ShardRecord]:
@@ -117,6 +135,11 @@ def input_records(stage: StageRef, shards: Sequence[Shard]) -> dict[str, ShardRe
     return found
 
 
+def inputs_sha256(inputs: Mapping[str, ShardRecord]) -> str:
+    """One hash of all inputs: another one as soon as any of them was made again with other content."""
+    return content_sha256({name: record.fingerprint for name, record in inputs.items()})
+
+
 def inspect(stage: StageRef) -> StageState:
     """What is done and what is missing: the manifest or the records, and one listing that may only disprove."""
     plan = read_plan(stage.uri)
@@ -124,10 +147,11 @@ def inspect(stage: StageRef) -> StageState:
         return StageState((), {}, None, {})
     listing = storage.list_sizes(stage.uri)
     current_inputs = input_records(stage, plan)
-    manifest = read_manifest(stage.uri)
-    if manifest is not None and not _bears_out(manifest, listing):
-        manifest = None
-    found = _records_of(manifest) if manifest else read_record_files(stage.uri, plan)
+    manifest = _manifest_of_plan(stage, plan)
+    stated = records_of(manifest) if manifest else {}
+    found = stated
+    if not stated or not _bears_out(stated, listing):
+        found = read_record_files(stage.uri, plan)
     records: dict[str, ShardRecord] = {}
     problems: dict[str, str] = {}
     for shard in plan:
@@ -137,55 +161,8 @@ def inspect(stage: StageRef) -> StageState:
             records[shard.shard] = record
         elif problem is not None:
             problems[shard.shard] = problem
-    return StageState(plan, records, manifest if len(records) == len(plan) else None, problems)
-
-
-def commit_shard(
-    stage: StageRef,
-    shard: Shard,
-    data: bytes,
-    *,
-    rows: int,
-    status_counts: Mapping[str, int],
-    inputs: Mapping[str, ShardRecord],
-    suffix: str = ".parquet",
-    extra: Mapping[str, Any] | None = None,
-) -> ShardRecord:
-    """Write a shard's data, then its record. The first valid record stands; a second writer gets it back.
-
-    Args:
-        data: the whole object.
-        inputs: present record of each of the shard's inputs (from `input_records`), the ones that were read.
-        suffix: file ending of the data; unused where the plan names the `file`.
-        extra: more fields of the record.
-    """
-    digest = sha256_hex(data)
-    data_name = shard.extra.get("file") or f"{shard.shard}-{digest[:12]}{suffix}"
-    record = ShardRecord(
-        shard.shard,
-        data_name,
-        digest,
-        len(data),
-        rows,
-        dict(status_counts),
-        {name: inputs[name].fingerprint for name in shard.inputs},
-        dict(extra or {}),
-    )
-    data_uri = storage.join(stage.uri, record.data_path)
-    uri = record_uri(stage.uri, shard.shard)
-    standing = _standing_record(stage.uri, uri, record)
-    if standing is not None:
-        return standing
-    storage.delete(stage.manifest_uri)  # one that stands here repeats a record that is no longer valid
-    if not storage.create(data_uri, data):
-        storage.put(data_uri, data)
-    if storage.create(uri, _dump(record.to_json())):
-        return record
-    standing = _standing_record(stage.uri, uri, record)
-    if standing is not None:
-        return standing
-    storage.put(uri, _dump(record.to_json()))
-    return record
+    complete = len(records) == len(plan) and records == stated
+    return StageState(plan, records, manifest if complete else None, problems)
 
 
 def finish(
@@ -195,12 +172,18 @@ def finish(
 
     Raises:
         StageFailed: a planned shard has no valid record.
+        DamagedShard: a named file is not what its record says.
     """
     state = inspect(stage)
     if state.missing or not state.plan:
         lacking = ", ".join(shard.shard for shard in state.missing[:5])
         raise StageFailed(f"{stage.uri} lacks shards {lacking or '(no plan)'}; run the same command again")
     records = [state.records[shard.shard] for shard in state.plan]
+    for shard in state.plan:
+        if "file" in shard.extra:
+            # Content does not give this object its name, so a second writer may have replaced it under the record
+            # of the first; once the stage is complete, nobody writes it any more.
+            check_shard(stage.uri, state.records[shard.shard])
     statuses: Counter[str] = Counter()
     for record in records:
         statuses.update(record.status_counts)
@@ -225,60 +208,48 @@ def finish(
     return json.loads(_dump(manifest))  # type: ignore[no-any-return]
 
 
-def read_shard(stage_uri: str, record: ShardRecord) -> bytes:
-    """A shard's bytes, checked against its record.
+def unnamed(names: Iterable[str], records: Iterable[ShardRecord]) -> list[str]:
+    """Objects of a stage's folder that are none of its own files and that none of the records names.
 
-    Raises:
-        DamagedShard: the object is absent, or its bytes are not those that were committed.
+    Checkpoints are left out: they have commits of their own.
     """
-    try:
-        data = storage.get(storage.join(stage_uri, record.data_path))
-    except FileNotFoundError:
-        raise DamagedShard(stage_uri, record.shard, f"{record.data} is not there") from None
-    if sha256_hex(data) != record.sha256:
-        raise DamagedShard(stage_uri, record.shard, f"{record.data} does not match its record's sha256")
-    return data
-
-
-def invalidate(stage_uri: str, shard: str) -> None:
-    """Forget a damaged shard, so that the next inspection finds it missing.
-
-    The manifest goes first: a crash in between leaves an incomplete stage, never a complete one with a hole.
-    """
-    storage.delete(storage.join(stage_uri, "manifest.json"))
-    storage.delete(record_uri(stage_uri, shard))
-
-
-def _records_of(manifest: Mapping[str, Any]) -> dict[str, ShardRecord]:
-    return {item["shard"]: ShardRecord.from_json(item) for item in manifest["shards"]}
-
-
-def read_record_files(stage_uri: str, shards: Sequence[Shard]) -> dict[str, ShardRecord]:
-    """Every readable record of the shards, from the record files themselves."""
-    bodies = storage.get_many(record_uri(stage_uri, shard.shard) for shard in shards)
-    records = (_parse_record(body) for body in bodies.values())
-    return {record.shard: record for record in records if record is not None}
-
-
-def _bears_out(manifest: Mapping[str, Any], listing: Mapping[str, int]) -> bool:
-    """Whether each record the manifest repeats also stands beside its shard, whole as far as its size tells."""
-    return all(
-        listing.get(f"shards/{shard}.json") == len(_dump(record.to_json()))
-        for shard, record in _records_of(manifest).items()
+    named = {record.data_path for record in records}
+    return sorted(
+        name
+        for name in names
+        if name not in named
+        and name not in ("plan.json", "manifest.json")
+        and not name.startswith("checkpoints/")
+        and not (name.startswith("shards/") and name.endswith(".json"))
     )
 
 
-def _standing_record(stage_uri: str, uri: str, made: ShardRecord) -> ShardRecord | None:
-    """The record already there, if it is valid for the same inputs and its object has the recorded size."""
-    body = storage.get_many([uri]).get(uri)
-    found = _parse_record(body) if body is not None else None
-    if found is None or dict(found.inputs) != dict(made.inputs):
-        return None
+def _belongs(found: Mapping[str, Any], stage_uri: str) -> bool:
+    """Whether a plan or manifest says that it is of the stage and key in whose folder it lies."""
+    return [found.get("stage"), found.get("key")] == stage_uri.rstrip("/").split("/")[-2:]
+
+
+def _shards_of(plan: Mapping[str, Any] | None, stage_uri: str) -> tuple[Shard, ...]:
+    """The shards of a plan; none when it is torn or of another stage."""
+    if plan is None or not _belongs(plan, stage_uri):
+        return ()
     try:
-        intact = storage.size(storage.join(stage_uri, found.data_path)) == found.size_bytes
-    except FileNotFoundError:
+        return tuple(Shard.from_json(shard) for shard in plan["shards"])
+    except (KeyError, TypeError, AttributeError):
+        return ()
+
+
+def _manifest_of_plan(stage: StageRef, plan: Sequence[Shard]) -> dict[str, Any] | None:
+    """The manifest, if it is of the plan's shards and of this schema."""
+    found = read_manifest(stage.uri)
+    if found is None or found.get("schema_version") != stage.content["schema_version"]:
         return None
-    return found if intact else None
+    return found if [item["shard"] for item in found["shards"]] == [shard.shard for shard in plan] else None
+
+
+def _bears_out(stated: Mapping[str, ShardRecord], listing: Mapping[str, int]) -> bool:
+    """Whether each record the manifest repeats also stands beside its shard, whole as far as its size tells."""
+    return all(listing.get(f"shards/{shard}.json") == len(record.body) for shard, record in stated.items())
 
 
 def _disproof(
@@ -297,22 +268,5 @@ def _disproof(
     return None
 
 
-def _is_record(value: Any) -> bool:
-    return isinstance(value, dict) and all(name in value for name in RECORD_FIELDS)
-
-
-def _parse_record(body: bytes) -> ShardRecord | None:
-    found = _load(body)
-    return ShardRecord.from_json(found) if _is_record(found) and found is not None else None
-
-
 def _dump(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-
-def _load(body: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(body)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None

@@ -9,7 +9,8 @@ The guard ends the child and ALL its descendants when the parent is gone, SIGKIL
 when the child exits by itself and leaves others behind; all of it within 15 s.
 
 If the guard itself is killed, the kernel kills the child and the parent ends the rest, which it knows by a mark in
-their environment; if the parent was killed with it, the next run does so through `end_stale`.
+their environment; if the parent was killed with it, the next run does so through `end_stale`. That spares what a
+living process has started: two pipelines may use one root on one machine.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from infra.logs import log_tail
 
 TOKEN_VARIABLE = "DRAFTSMITH_TOKEN"  # which piece of work a process belongs to; the same in every run of it
 MARK_VARIABLE = "DRAFTSMITH_GUARD"  # which guard a process belongs to; new at each start
+STARTER_VARIABLE = "DRAFTSMITH_STARTER"  # who started the guard: "<pid>:<when it started, in clock ticks>"
 SWEEP_SECONDS = DEFAULT_GRACE_SECONDS + 2.0  # how long a stale process, or its guard, may take to end on TERM
 
 __all__ = ["GuardedProcess", "descendants", "end_stale", "living", "log_tail", "process_token"]
@@ -87,7 +89,14 @@ class GuardedProcess:
         """
         _require_linux()
         mark = os.urandom(8).hex()
-        added = {**(env or {}), TOKEN_VARIABLE: token, MARK_VARIABLE: mark, "SPT_NOENV": "1"}
+        starter = f"{os.getpid()}:{guard.process_start(os.getpid())}"
+        added = {
+            **(env or {}),
+            TOKEN_VARIABLE: token,
+            MARK_VARIABLE: mark,
+            STARTER_VARIABLE: starter,
+            "SPT_NOENV": "1",
+        }
         log_path = os.path.abspath(log_path)
         os.makedirs(os.path.dirname(log_path), exist_ok=True)
         # Neither end is inherited by anything else that this process starts: os.pipe sets O_CLOEXEC.
@@ -203,7 +212,8 @@ def living(token: str) -> list[int]:
 def end_stale(token: str) -> list[int]:
     """End what an earlier run left behind for `token` (TERM, some seconds, KILL) and return the pids found.
 
-    Spares this process, its ancestors and its own descendants: those are not stale. Blocks up to some 15 s.
+    Spares this process, its ancestors, its own descendants, and what another living process has started: those are
+    not stale. Blocks up to some 15 s.
     """
     _require_linux()
     return _end_bearers(TOKEN_VARIABLE, token)
@@ -225,12 +235,27 @@ def _bearers(variable: str, value: str, exclude: set[int]) -> list[int]:
     entry, found = f"{variable}={value}".encode(), []
     for pid in guard.all_pids():
         try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                if pid not in exclude and entry in file.read().split(b"\0"):
-                    found.append(pid)
+            if pid not in exclude and entry in _environment(pid):
+                found.append(pid)
         except OSError:
             continue  # ended meanwhile, or another user's
     return found
+
+
+def _environment(pid: int) -> list[bytes]:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return file.read().split(b"\0")
+
+
+def _has_living_starter(pid: int) -> bool:
+    """Whether another process than this one started it and still runs."""
+    prefix = f"{STARTER_VARIABLE}=".encode()
+    try:
+        named = next((entry for entry in _environment(pid) if entry.startswith(prefix)), prefix)
+        starter, started = (int(number) for number in named.removeprefix(prefix).split(b":"))
+    except (OSError, ValueError):
+        return False
+    return starter != os.getpid() and guard.runs_since(starter, started)
 
 
 def _end_bearers(variable: str, value: str) -> list[int]:
@@ -243,6 +268,10 @@ def _end_bearers(variable: str, value: str) -> list[int]:
     for number, limit_seconds in ((signal.SIGTERM, SWEEP_SECONDS), (signal.SIGKILL, SWEEP_SECONDS)):
         deadline, asked = time.monotonic() + limit_seconds, set[int]()
         while left := _bearers(variable, value, exclude):
+            if variable == TOKEN_VARIABLE:
+                left = [pid for pid in left if not _has_living_starter(pid)]
+            if not left:
+                break
             seen.update(left)
             for pid in left:
                 if pid not in asked:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from infra import storage
-from infra.fingerprint import content_sha256, stage_key
+from infra.fingerprint import canonical_json, sha256_hex, stage_key
 
 RECORD_FIELDS = ("shard", "data", "sha256", "size_bytes", "rows", "status_counts", "inputs")
 
@@ -72,7 +72,8 @@ class ShardRecord:
     Args:
         data: file name of the object: in `shards/` when it begins with the shard's id, else in the stage's folder.
         inputs: sha256 of each input's record at the time of writing, by name.
-        extra: more fields that the stage adds; deterministic for deterministic data, since records are hashed.
+        extra: `key` of the stage, and more fields that the stage adds; deterministic for deterministic data, since
+            records are hashed.
     """
 
     shard: str
@@ -83,6 +84,11 @@ class ShardRecord:
     status_counts: Mapping[str, int]
     inputs: Mapping[str, str]
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def body(self) -> bytes:
+        """The record's file: canonical JSON, so that the file's own sha256 is the record's fingerprint."""
+        return canonical_json(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
         return {**{name: _jsonable(getattr(self, name)) for name in RECORD_FIELDS}, **self.extra}
@@ -95,7 +101,7 @@ class ShardRecord:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of the record itself: what downstream records name as their input's hash."""
-        return content_sha256(self.to_json())
+        return sha256_hex(self.body)
 
     @property
     def data_path(self) -> str:
@@ -126,6 +132,19 @@ class StageState:
     @property
     def complete(self) -> bool:
         return self.manifest is not None
+
+
+def is_record(value: Any, key: str, shard: str | None = None) -> bool:
+    """Whether a JSON value is a record of this key, and of this shard where one is named.
+
+    Records of versions before 0.2 do not say their key.
+    """
+    return (
+        isinstance(value, dict)
+        and all(name in value for name in RECORD_FIELDS)
+        and value.get("key", key) == key
+        and (shard is None or value["shard"] == shard)
+    )
 
 
 def _jsonable(value: Any) -> Any:

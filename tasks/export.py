@@ -46,7 +46,7 @@ def export_speculator(
         StageFailed: the export breaks its contract.
         InfrastructureError: there is no whole checkpoint; training resumes with the next run.
     """
-    trained = checkpoint.read_newest(stage.uri)
+    trained = checkpoint.read_newest(stage.uri, manifest.inputs_sha256(inputs))
     if trained is None:
         raise InfrastructureError(f"{stage.uri} has no whole checkpoint to export; run the same command again")
     contract = ExportContract(
@@ -62,16 +62,16 @@ def export_speculator(
         paths = export_draft(
             trained.weights, config, contract, str(verifier.path), Path(folder), trust_remote_code=trust_remote_code
         )
-        bodies = {f"{EXPORT_FOLDER}/{path.name}": path.read_bytes() for path in paths}
-    bodies[METRICS_FILE] = trained.metrics.encode()
-    for shard in plan:
-        manifest.commit_shard(
-            stage,
-            shard,
-            bodies[shard.extra["file"]],
-            rows=0,
-            status_counts={},
-            inputs=inputs,
-            extra={"num_steps": trained.ref.step},
-        )
+        files: dict[str, Path | bytes] = {f"{EXPORT_FOLDER}/{path.name}": path for path in paths}
+        files[METRICS_FILE] = trained.metrics.encode()
+        for shard in plan:
+            manifest.commit_shard(
+                stage,
+                shard,
+                files[shard.extra["file"]],
+                rows=0,
+                status_counts={},
+                inputs=inputs,
+                extra={"num_steps": trained.ref.step},
+            )
     logger.info("Exported step %d of %s to %s/%s.", trained.ref.step, stage.key, stage.uri, EXPORT_FOLDER)

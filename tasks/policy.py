@@ -11,7 +11,7 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
-from infra.errors import InfrastructureError, ServerError
+from infra.errors import InfrastructureError, LeaseLost, ServerError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,7 +27,7 @@ def retried_task(
     """A Prefect task under this project's retry policy.
 
     Retried in place is what may pass by itself: a store or a network that did not answer. Not wrong input, not a
-    damaged shard (its own stage must redo it), not an unacceptable result.
+    damaged shard (its own stage must redo it), not an unacceptable result, not what another run has taken over.
 
     Args:
         name: the task's name in the UI.
@@ -60,11 +60,12 @@ def in_thread(work: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:
 
 async def _worth_retrying(_task: Any, _run: Any, state: State[Any]) -> bool:
     error = await _error_of(state)
-    return isinstance(error, InfrastructureError) and not isinstance(error, ServerError)
+    return isinstance(error, InfrastructureError) and not isinstance(error, ServerError | LeaseLost)
 
 
 async def _worth_restarting(_task: Any, _run: Any, state: State[Any]) -> bool:
-    return isinstance(await _error_of(state), InfrastructureError)
+    error = await _error_of(state)
+    return isinstance(error, InfrastructureError) and not isinstance(error, LeaseLost)
 
 
 async def _error_of(state: State[Any]) -> Any:

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from infra import leases
-from infra.errors import DamagedShard, InfrastructureError, InputError, StageFailed
+from infra.errors import DamagedShard, InfrastructureError, InputError, LeaseLost, StageFailed
 from infra.locations import log_file
-from infra.manifest import StageRef
+from infra.manifest import ShardRecord, StageRef, inputs_sha256
 from infra.processes import GuardedProcess, end_stale, log_tail, process_token
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.progress import parse
@@ -26,6 +27,8 @@ logger = logging.getLogger("draftsmith.train")
 @retried_task(name="train-draft", run_name="train {stage.key}", restarts=True)
 async def train_draft(
     stage: StageRef,
+    inputs: Mapping[str, ShardRecord],
+    lease_epoch: int,
     config: TrainConfig,
     verifier: Verifier,
     layer_ids: tuple[int, ...],
@@ -35,6 +38,8 @@ async def train_draft(
     """Train to the last step, from the newest whole checkpoint where there is one.
 
     Args:
+        inputs: present record of everything that is trained on.
+        lease_epoch: of the stage's lease, which the caller holds.
         layer_ids: the extracted layer ids; the draft reads all but the last.
         vocab_file: name of the vocabulary map in its stage's folder.
 
@@ -43,18 +48,20 @@ async def train_draft(
 
     Raises:
         InfrastructureError: the trainer died; the next attempt resumes.
+        LeaseLost: the trainer saw that another run has taken the lease.
         DamagedShard, InputError, StageFailed: as the trainer said.
     """
     token = process_token(stage.uri, "train")
     await asyncio.to_thread(end_stale, token)
-    epoch = await asyncio.to_thread(leases.take, stage.root, f"{stage.stage}-{stage.key}")
     with tempfile.TemporaryDirectory(prefix="draftsmith-train-") as folder:
         spec = TrainSpec(
             train=config,
             hidden_states_uri=stage.upstream_uri("hidden_states"),
             vocab_uri=f"{stage.upstream_uri('vocab')}/{vocab_file}",
             draft_uri=stage.uri,
-            lease_epoch=epoch,
+            lease_epoch=lease_epoch,
+            lease_uri=leases.lease_uri(stage.root, leases.lease_name(stage.stage, stage.key)),
+            inputs_sha256=inputs_sha256(inputs),
             verifier_path=str(verifier.path),
             aux_hidden_state_layer_ids=layer_ids[:-1],
             metrics_path=str(Path(folder, "metrics.jsonl")),
@@ -80,6 +87,8 @@ async def _run_trainer(stage: StageRef, config: TrainConfig, spec_path: Path, to
         return int(last["step"])
     if last.get("kind") == "failed":
         raise _said_by_trainer(last)
+    if last.get("kind") == "superseded":
+        raise LeaseLost(f"the trainer stopped at step {last['step']}: another run holds the lease of {stage.key}")
     if last.get("kind") == "stopped":
         raise InfrastructureError(f"the trainer was asked to stop at step {last['step']}; the next attempt resumes")
     tail = " | ".join(log_tail(log, offset=process.log_offset))
@@ -119,7 +128,7 @@ async def _follow(process: GuardedProcess, hang_timeout_seconds: float) -> dict[
                         said["loss"],
                         said["acceptance_length"],
                     )
-                case "done" | "stopped" | "failed":
+                case "done" | "stopped" | "superseded" | "failed":
                     last = said
     except TimeoutError:
         raise InfrastructureError(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infra import processes
+from infra import guard, processes
 from infra.errors import InputError
 from infra.processes import GuardedProcess, descendants, end_stale, living, log_tail, process_token
 
@@ -143,6 +143,39 @@ def test_stale_processes_are_found_by_token_and_our_own_are_spared(token: str, t
         assert len(end_stale(token)) == 1
         assert ours.poll() is None
         assert sorted(living(token)) == sorted([ours.pid, *descendants(ours.pid)])
+
+
+@pytest.mark.parametrize("end", ["killed", "killed and not reaped"])
+def test_what_another_living_process_started_is_spared_until_that_is_dead(
+    token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(processes, "SWEEP_SECONDS", 1.0)
+    command = [sys.executable, "-c", PARENT, token, str(tmp_path / "log"), TREE, "plain"]
+    other = subprocess.Popen(command)
+    try:
+        assert eventually(lambda: len(living(token)) == TREE_SIZE), living(token)
+        time.sleep(0.3)
+        assert end_stale(token) == []
+        assert len(living(token)) == TREE_SIZE
+        for pid in living(token):  # its guard, so that nothing but the sweep can end the rest
+            if guard.process_state(pid)[1] == other.pid:
+                other.kill()
+                os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: guard.process_state(other.pid)[0] == "Z")
+        if end == "killed":
+            other.wait()
+        assert len(end_stale(token)) >= 3
+        assert living(token) == []
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_pid_that_is_used_again_is_another_process() -> None:
+    started = guard.process_start(os.getpid())
+    assert guard.runs_since(os.getpid(), started)
+    assert not guard.runs_since(os.getpid(), started - 1)
+    assert not guard.runs_since(2**22, started)
 
 
 @pytest.mark.parametrize(

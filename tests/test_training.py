@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from infra import manifest
-from infra.training import checkpoint
+from infra.training import checkpoint, checkpoint_files
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.progress import EXIT_RESUME, parse
 from tests.fakes.training_run import write_spec
@@ -56,7 +56,7 @@ def series(spec: TrainSpec) -> list[tuple[Any, ...]]:
 
 
 def weights(spec: TrainSpec) -> dict[str, bytes]:
-    found = checkpoint.read_newest(spec.draft_uri)
+    found = checkpoint.read_newest(spec.draft_uri, spec.inputs_sha256)
     assert found is not None
     assert found.ref.step == 60
     return {name: value.numpy().tobytes() for name, value in found.weights.items()}
@@ -97,7 +97,7 @@ def test_it_learns_and_logs(undisturbed: tuple[Path, TrainSpec]) -> None:
     assert training[-1]["loss"] < training[0]["loss"]
     assert [line["step"] for line in lines if line["kind"] == "validation"] == [20, 40, 60]
     assert {"learning_rate", "tokens_per_second", "input_wait_seconds", "acceptance_length"} <= set(training[0])
-    kept = checkpoint.find(spec.draft_uri)
+    kept = checkpoint_files.find(spec.draft_uri)
     assert [ref.step for ref in kept] == [60, 56]
 
 
@@ -162,7 +162,7 @@ def test_torchrun_stopped_by_sigterm_leaves_a_checkpoint(undisturbed: tuple[Path
     lines = finish(process)
     assert lines[-1]["exit"] != 0
     assert lines[-2]["kind"] == "stopped", lines
-    assert checkpoint.find(spec.draft_uri)[0].step == lines[-2]["step"]
+    assert checkpoint_files.find(spec.draft_uri)[0].step == lines[-2]["step"]
 
 
 def test_a_damaged_shard_is_named(undisturbed: tuple[Path, TrainSpec], tmp_path: Path) -> None:

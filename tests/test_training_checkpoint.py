@@ -11,8 +11,8 @@ from torch import nn
 
 from infra import storage
 from infra.errors import StageFailed
-from infra.training import checkpoint
-from infra.training.checkpoint import COMMIT_FILE, CheckpointRef
+from infra.training import checkpoint, checkpoint_files
+from infra.training.checkpoint_files import COMMIT_FILE, CheckpointRef
 from infra.training.config import TrainConfig
 from infra.training.optimizer import DraftOptimizer
 
@@ -39,7 +39,7 @@ def test_the_newest_step_of_all_leases_is_read(tmp_path: Path) -> None:
     save(uri, 100, 1)
     save(uri, 200, 1)
     save(uri, 150, 2)
-    found = checkpoint.read_newest(uri)
+    found = checkpoint.read_newest(uri, "")
     assert found is not None
     assert found.ref == CheckpointRef(200, 1)
     assert found.metrics == "line\n"
@@ -62,18 +62,20 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, name: str, damage: str
     else:
         middle = len(data) // 2
         file.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
-    found = checkpoint.read_newest(uri)
+    found = checkpoint.read_newest(uri, "")
     assert found is not None
     # A flipped bit of the commit's own text may leave it valid: then every file matches what it says.
     if not (name == COMMIT_FILE and damage == "flipped"):
         assert found.ref == CheckpointRef(100, 1)
+        assert checkpoint_files.damage(uri, newest)
+    assert checkpoint_files.damage(uri, CheckpointRef(100, 1)) is None
 
 
 def test_the_older_are_deleted_only_after_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = str(tmp_path)
     for step in (100, 200, 300):
         save(uri, step, 1)
-    assert [ref.step for ref in checkpoint.find(uri)] == [300, 200]
+    assert [ref.step for ref in checkpoint_files.find(uri)] == [300, 200]
     assert not Path(CheckpointRef(100, 1).uri(uri), "model.safetensors").exists()
     put = storage.put
 
@@ -85,7 +87,7 @@ def test_the_older_are_deleted_only_after_the_commit(tmp_path: Path, monkeypatch
     monkeypatch.setattr(storage, "put", fail_at_commit)
     with pytest.raises(OSError, match="dies here"):
         save(uri, 400, 1)
-    assert [ref.step for ref in checkpoint.find(uri)] == [300, 200]
+    assert [ref.step for ref in checkpoint_files.find(uri)] == [300, 200]
 
 
 def test_a_zombie_of_an_older_lease_deletes_nothing_of_a_newer_one(tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_a_zombie_of_an_older_lease_deletes_nothing_of_a_newer_one(tmp_path: Pat
         save(uri, step, 2)
     for step in (100, 200, 300):
         save(uri, step, 1)
-    assert {ref for ref in checkpoint.find(uri) if ref.lease_epoch == 2} == {
+    assert {ref for ref in checkpoint_files.find(uri) if ref.lease_epoch == 2} == {
         CheckpointRef(100, 2),
         CheckpointRef(200, 2),
     }
@@ -104,7 +106,7 @@ def test_a_zombie_of_an_older_lease_deletes_nothing_of_a_newer_one(tmp_path: Pat
 def test_weights_optimizer_and_random_state_come_back(tmp_path: Path, kind: str) -> None:
     uri = str(tmp_path)
     save(uri, 100, 1, seed=0, kind=kind)
-    found = checkpoint.read_newest(uri)
+    found = checkpoint.read_newest(uri, "")
     assert found is not None
     expected_model, expected_optimizer = make(seed=0, kind=kind)
     expected_draw = torch.rand(3)
@@ -122,7 +124,7 @@ def test_weights_optimizer_and_random_state_come_back(tmp_path: Path, kind: str)
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     uri = str(tmp_path)
     save(uri, 100, 1)
-    found = checkpoint.read_newest(uri)
+    found = checkpoint.read_newest(uri, "")
     assert found is not None
     other = dict(nn.Linear(4, 2).named_parameters())
     with pytest.raises(StageFailed, match="other weights"):

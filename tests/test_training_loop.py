@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from infra.errors import InputError, StageFailed
+from infra.leases import Waiter
+from infra.training import checkpoint, checkpoint_files
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.data import StepBatch
 from infra.training.loop import Trainer, learning_rate
@@ -45,7 +47,7 @@ def ask_to_stop_after(trainer: Trainer, step: int) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_stopped_after_any_step_and_resumed_it_is_the_same(tmp_path: Path, optimizer: str) -> None:
     spec = write_spec(tmp_path, CONFIG.model_copy(update={"optimizer": optimizer}))
-    assert Trainer(spec, Ranks()).run()
+    assert Trainer(spec, Ranks()).run() == "done"
     whole = losses(spec)
     again = spec.model_copy(
         update={"draft_uri": str(tmp_path / "again"), "metrics_path": str(tmp_path / "again.jsonl")}
@@ -53,18 +55,59 @@ def test_stopped_after_any_step_and_resumed_it_is_the_same(tmp_path: Path, optim
     for stop_after in (4, 5, 11):
         trainer = Trainer(again, Ranks())
         ask_to_stop_after(trainer, stop_after)
-        assert not trainer.run()
+        assert trainer.run() == "stopped"
         assert trainer.step == stop_after
-    assert Trainer(again, Ranks()).run()
+    assert Trainer(again, Ranks()).run() == "done"
     assert losses(again) == whole
 
 
 def test_a_checkpoint_of_other_hyper_parameters_is_refused(tmp_path: Path) -> None:
     spec = write_spec(tmp_path, CONFIG.model_copy(update={"num_steps": 2}))
-    assert Trainer(spec, Ranks()).run()
+    assert Trainer(spec, Ranks()).run() == "done"
     changed = spec.train.model_copy(update={"num_layers": 2, "num_steps": 3})
     with pytest.raises(StageFailed, match="other weights"):
         Trainer(spec.model_copy(update={"train": changed}), Ranks()).run()
+
+
+def test_before_a_checkpoint_it_looks_whether_a_later_run_holds_the_lease(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    lease = Waiter(root, "drafts-key").try_take()
+    assert lease is not None
+    lease.release()
+    spec = write_spec(tmp_path, CONFIG, lease_epoch=lease.epoch)
+    spec = spec.model_copy(update={"lease_uri": lease.uri})
+    trainer = Trainer(spec, Ranks())
+    train_step = trainer._train_step
+
+    def stepped(batch: StepBatch) -> None:
+        train_step(batch)
+        if trainer.step == 7:  # between the checkpoints of steps 5 and 10
+            other = Waiter(root, "drafts-key").try_take()
+            assert other is not None
+            other.release()
+
+    trainer._train_step = stepped  # type: ignore[method-assign]
+    assert trainer.run() == "superseded"
+    assert trainer.step == 10
+    assert [ref.step for ref in checkpoint_files.find(spec.draft_uri)] == [5]
+    later = spec.model_copy(update={"lease_epoch": lease.epoch + 1})
+    assert Trainer(later, Ranks()).run() == "done"
+    assert [(ref.step, ref.lease_epoch) for ref in checkpoint_files.find(spec.draft_uri)] == [(12, 2), (10, 2)]
+
+
+def test_checkpoints_of_inputs_that_were_made_anew_do_not_count(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, CONFIG.model_copy(update={"num_steps": 7}), lease_epoch=1)
+    before = spec.model_copy(update={"inputs_sha256": "before"})
+    assert Trainer(before, Ranks()).run() == "done"
+    after = spec.model_copy(update={"inputs_sha256": "after", "lease_epoch": 2})
+    trainer = Trainer(after, Ranks())
+    ask_to_stop_after(trainer, 5)
+    assert trainer.run() == "stopped"
+    assert [(ref.step, ref.lease_epoch) for ref in checkpoint_files.find(spec.draft_uri)] == [(5, 2)]
+    found = checkpoint.read_newest(spec.draft_uri, "after")
+    assert found is not None
+    assert found.ref.step == 5
+    assert checkpoint.read_newest(spec.draft_uri, "before") is None
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """`python -m torch.distributed.run --standalone --nproc-per-node N -m infra.training SPEC.json`
 
 SPEC.json is a TrainSpec. Exit codes: 0 trained to the last step, 75 stopped by SIGTERM after a checkpoint (run the
-same command to resume), 1 failed, 2 the specification is wrong. torchrun itself ends with 1 for any of the last
-three, so the last progress line says which it was (infra.training.progress).
+same command to resume) or superseded by a later run, 1 failed, 2 the specification is wrong. torchrun itself ends
+with 1 for any of the last four, so the last progress line says which it was (infra.training.progress).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     ranks = Ranks()
     try:
         trainer = Trainer(spec, ranks)
-        finished = trainer.run()
+        outcome = trainer.run()
     except DraftsmithError as error:
         more = {}
         if isinstance(error, DamagedShard):
@@ -43,9 +43,9 @@ def main(arguments: list[str]) -> int:
         say("failed", error_type=type(error).__name__, message=str(error), **more)
         return 2 if isinstance(error, InputError) else 1
     if ranks.rank == 0:
-        say("done" if finished else "stopped", step=trainer.step)
+        say(outcome, step=trainer.step)
     ranks.close()
-    return 0 if finished else EXIT_RESUME
+    return 0 if outcome == "done" else EXIT_RESUME
 
 
 if __name__ == "__main__":

@@ -1,15 +1,6 @@
-"""Resumable checkpoints of a training run, on any URI that infra.storage knows.
+"""Resumable checkpoints of a training run: tensors and random state into files, and back.
 
-    <drafts uri>/checkpoints/<lease epoch>/step-00000200/
-        model.safetensors      trainable weights, fp32
-        optimizer.safetensors  what the optimizer remembers of each of them
-        state.json             step, schedule position, sums not yet logged
-        metrics.jsonl          every line of metrics so far
-        rank-00000.json        random generator state of each rank
-        COMMITTED.json         names, sizes and sha256 of all of the above; written last
-
-A folder counts only when COMMITTED.json is there and every file matches it. The newest two are kept, so that damage
-to the last one costs the steps in between and not the run. Nothing is pickled.
+Where the files lie and when they count: `infra.training.checkpoint_files`.
 """
 
 from __future__ import annotations
@@ -17,40 +8,28 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from infra import storage
 from infra.errors import StageFailed
 from infra.fingerprint import sha256_hex
+from infra.training import checkpoint_files
+from infra.training.checkpoint_files import (
+    COMMIT_FILE,
+    METRICS_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    CheckpointRef,
+)
 from infra.training.optimizer import DraftOptimizer
 
 logger = logging.getLogger("draftsmith.training")
-
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "state.json"
-METRICS_FILE = "metrics.jsonl"
-COMMIT_FILE = "COMMITTED.json"
-KEPT_CHECKPOINTS = 2
-_FOLDER = re.compile(r"^(?P<epoch>\d+)/step-(?P<step>\d+)/COMMITTED\.json$")
-
-
-@dataclass(frozen=True, order=True)
-class CheckpointRef:
-    """One checkpoint folder; the greatest is the newest."""
-
-    step: int
-    lease_epoch: int
-
-    def uri(self, draft_uri: str) -> str:
-        return storage.join(draft_uri, "checkpoints", str(self.lease_epoch), f"step-{self.step:08d}")
 
 
 @dataclass(frozen=True)
@@ -110,23 +89,22 @@ def write(
         name: {"size_bytes": len(data), "sha256": sha256_hex(data)} for name, data in {**files, **ranks}.items()
     }
     storage.put(storage.join(uri, COMMIT_FILE), json.dumps({"step": ref.step, "files": listed}, indent=1).encode())
-    _delete_older(draft_uri, ref)
+    checkpoint_files.delete_older(draft_uri, ref)
 
 
-def find(draft_uri: str) -> list[CheckpointRef]:
-    """Every checkpoint that claims to be committed, newest first, of all leases."""
-    listing = storage.list_sizes(storage.join(draft_uri, "checkpoints"))
-    matches = (_FOLDER.match(name) for name in listing)
-    return sorted((CheckpointRef(int(m["step"]), int(m["epoch"])) for m in matches if m), reverse=True)
+def read_newest(draft_uri: str, inputs_sha256: str) -> Checkpoint | None:
+    """The newest checkpoint whose files match its commit; one that does not is passed over, with a warning.
 
-
-def read_newest(draft_uri: str) -> Checkpoint | None:
-    """The newest checkpoint whose files match its commit; one that does not is passed over, with a warning."""
-    for ref in find(draft_uri):
-        problem, found = _read(draft_uri, ref)
-        if found is not None:
-            return found
-        logger.warning("Checkpoint %s is damaged (%s); trying the one before it", ref.uri(draft_uri), problem)
+    Args:
+        inputs_sha256: hash of what is trained on now; checkpoints made from other inputs do not count.
+    """
+    for ref in checkpoint_files.find(draft_uri):
+        try:
+            found = Checkpoint(ref, checkpoint_files.read_files(draft_uri, ref))
+            if found.state.get("inputs_sha256", "") == inputs_sha256:
+                return found
+        except (FileNotFoundError, ValueError, AttributeError) as error:
+            logger.warning("Checkpoint %s is damaged (%s); trying the one before it", ref.uri(draft_uri), error)
     return None
 
 
@@ -148,42 +126,6 @@ def restore(
     optimizer.load_tensors(load(checkpoint.files[OPTIMIZER_FILE]))
     if rank_file(rank) in checkpoint.files:
         _restore_rank_state(checkpoint.files[rank_file(rank)])
-
-
-def _read(draft_uri: str, ref: CheckpointRef) -> tuple[str, Checkpoint | None]:
-    uri = ref.uri(draft_uri)
-    try:
-        listed = json.loads(storage.get(storage.join(uri, COMMIT_FILE)))["files"]
-        files = {name: storage.get(storage.join(uri, name)) for name in listed}
-        for name, data in files.items():
-            if len(data) != listed[name]["size_bytes"] or sha256_hex(data) != listed[name]["sha256"]:
-                return f"{name} does not match {COMMIT_FILE}", None
-        found = Checkpoint(ref, files)
-        if not {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, METRICS_FILE} <= set(files):
-            return f"{COMMIT_FILE} does not name all files", None
-        _ = found.state
-        return "", found
-    except FileNotFoundError as error:
-        return f"a file is missing: {error}", None
-    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        return f"{COMMIT_FILE} cannot be read: {error}", None
-
-
-def _delete_older(draft_uri: str, newest: CheckpointRef) -> None:
-    """Delete all but the newest checkpoints, each one's commit first, and remains of older uncommitted ones."""
-    kept = [ref for ref in find(draft_uri) if ref <= newest][:KEPT_CHECKPOINTS]
-    keep = {f"{ref.lease_epoch}/step-{ref.step:08d}" for ref in kept}
-    root = storage.join(draft_uri, "checkpoints")
-    listing = storage.list_sizes(root)
-    for name in sorted(listing, key=lambda name: not name.endswith(COMMIT_FILE)):
-        epoch, _, rest = name.partition("/")
-        folder = f"{epoch}/{rest.partition('/')[0]}"
-        # A later lease's folders, and later steps, belong to a run that is ahead of this one.
-        step = rest.partition("/")[0].removeprefix("step-")
-        if not epoch.isdigit() or not step.isdigit() or folder in keep:
-            continue
-        if int(epoch) <= newest.lease_epoch and int(step) <= newest.step:
-            storage.delete(storage.join(root, name))
 
 
 def _rank_state() -> bytes:

@@ -129,6 +129,12 @@ class TrainSpec(Config):
     lease_epoch: Annotated[int, Field(ge=0)]
     """Number of the lease under which this run writes; a later holder has a higher one."""
 
+    lease_uri: str = ""
+    """The lease itself; before each checkpoint the run looks whether it is still under this one. Empty: never."""
+
+    inputs_sha256: str = ""
+    """Hash of all that is trained on (`infra.manifest.inputs_sha256`); checkpoints of other inputs do not count."""
+
     verifier_path: str
     """Local folder with the verifier's config and safetensors weights."""
 

@@ -9,16 +9,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from infra import storage
+from infra import leases, storage
 from infra.errors import InputError
 from infra.training import checkpoint as checkpoints
-from infra.training.checkpoint import CheckpointRef
+from infra.training.checkpoint_files import CheckpointRef, withdraw_foreign
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.data import (
     Schedule,
@@ -119,8 +119,13 @@ class Trainer:
             self.objective = DistributedDataParallel(objective, device_ids=ids, broadcast_buffers=False)
         self.optimizer = DraftOptimizer(config, self.parameters)
 
-    def run(self) -> bool:
-        """Train to the last step. Returns False when a SIGTERM came first and a checkpoint was written."""
+    def run(self) -> Literal["done", "stopped", "superseded"]:
+        """Train to the last step.
+
+        Returns:
+            `stopped` when a SIGTERM came first and a checkpoint was written, `superseded` when a later run holds
+            the lease, before which no checkpoint may be written any more.
+        """
         self._resume()
         train_samples = [sample for sample in self.index if not sample.validation]
         if self.ranks.rank == 0:
@@ -148,11 +153,13 @@ class Trainer:
                     self._validate()
             stopping = self.ranks.any(self.stop.asked)
             if self.step % self.config.checkpoint_every_steps == 0 or at_end or stopping:
+                if self._superseded():
+                    return "superseded"
                 with meter.paused():
                     self._save()
             if stopping and not at_end:
-                return False
-        return True
+                return "stopped"
+        return "done"
 
     def _train_step(self, batch: StepBatch) -> None:
         for number, pack in enumerate(batch.packs):
@@ -221,8 +228,21 @@ class Trainer:
         found: Tensor = sums
         return found
 
+    def _superseded(self) -> bool:
+        """Whether the lease is under another epoch now. One rank looks, all are told."""
+        elsewhere = False
+        if self.ranks.rank == 0 and self.spec.lease_uri:
+            held = leases.current(self.spec.lease_uri)
+            if held is not None and held.epoch != self.spec.lease_epoch:
+                logger.warning("%s holds the lease now (epoch %d); no checkpoint is written here", held, held.epoch)
+                elsewhere = True
+        return self.ranks.any(elsewhere)
+
     def _resume(self) -> None:
-        found = checkpoints.read_newest(self.spec.draft_uri)
+        spec = self.spec
+        if self.ranks.rank == 0:
+            withdraw_foreign(spec.draft_uri, spec.inputs_sha256, spec.lease_epoch)
+        found = checkpoints.read_newest(spec.draft_uri, spec.inputs_sha256)
         text = ""
         if found is not None:
             checkpoints.restore(found, self.parameters, self.optimizer, self.ranks.rank)
@@ -233,7 +253,7 @@ class Trainer:
                 self.sums = torch.tensor(values, dtype=torch.float64).view_as(self.sums)
             logger.info("Resuming from step %d of %d", self.step, self.schedule.num_steps)
         if self.ranks.rank == 0:
-            self.metrics = MetricsFile(Path(self.spec.metrics_path), text)
+            self.metrics = MetricsFile(Path(spec.metrics_path), text)
 
     def _save(self) -> None:
         ref = CheckpointRef(self.step, self.spec.lease_epoch)
@@ -245,6 +265,7 @@ class Trainer:
             state = {
                 "num_steps": self.schedule.num_steps,
                 "ranks": self.ranks.world,
+                "inputs_sha256": self.spec.inputs_sha256,
                 # Hexadecimal floats come back bit for bit.
                 "sums": [value.hex() for value in self.sums.flatten().tolist()],
                 "learning_rate": learning_rate(self.config, self.step - 1, self.schedule.num_steps),
