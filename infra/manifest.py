@@ -201,7 +201,7 @@ def finish(
         **(extra or {}),
     }
     if not storage.create(stage.manifest_uri, _dump(manifest)):
-        standing = read_manifest(stage.uri)
+        standing = _manifest_of_plan(stage, state.plan)
         if standing is not None and standing["shards"] == manifest["shards"]:
             return standing
         storage.put(stage.manifest_uri, _dump(manifest))

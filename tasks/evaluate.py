@@ -9,11 +9,10 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra import manifest
+from infra import manifest, storage
 from infra.evaluation import EvaluateConfig, EvaluationPrompt, Measurement, Slot, measure
 from infra.evaluation_results import result_rows, results_parquet
 from infra.findings import DataFigures
-from infra.fingerprint import sha256_hex
 from infra.inference import CompletionClient
 from infra.locations import cache_folder
 from infra.manifest import Shard, ShardRecord, StageRef
@@ -44,11 +43,8 @@ def fetch_speculator(drafts_uri: str, records: Sequence[ShardRecord]) -> Path:
         if not record.data.startswith(f"{EXPORT_FOLDER}/"):
             continue
         path = folder / record.data.removeprefix(f"{EXPORT_FOLDER}/")
-        if path.exists() and sha256_hex(path.read_bytes()) == record.sha256:
-            continue
-        staged = path.with_name(f"{path.name}.partial")
-        staged.write_bytes(manifest.read_shard(drafts_uri, record))
-        staged.replace(path)
+        if not path.exists() or storage.sha256(str(path)) != record.sha256:
+            manifest.fetch_shard(drafts_uri, record, path)
     return folder
 
 
