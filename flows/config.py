@@ -29,6 +29,8 @@ class PipelineConfig(Config):
 
     root: str = Field(min_length=1)
     """Where the artifacts live: a folder, or s3://bucket/prefix."""
+    credentials_block: str | None = Field(default=None, min_length=1)
+    """Name of a Prefect block of type AWS Credentials; by default the environment's AWS_* variables are used."""
     verifier: VerifierConfig
     """The model that the draft will speak for."""
     vllm: VllmConfig = VllmConfig()

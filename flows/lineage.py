@@ -14,6 +14,7 @@ from prefect.runtime import flow_run
 
 from flows.attempts import refuse_crash_loop
 from flows.config import PipelineConfig
+from flows.credentials import use_credentials
 from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
 from flows.stage import Summary
@@ -47,6 +48,7 @@ async def lineage(config: PipelineConfig) -> AsyncIterator[Run]:
     The run id is Prefect's flow run id, which a rescheduled run keeps.
     """
     show_plain_errors()
+    await use_credentials(config)
     stages = await asyncio.to_thread(resolve, config)
     run = Run(str(flow_run.get_id()), config, {name: stage.key for name, stage in stages.items()}, _now())
     await asyncio.to_thread(_write, run, "running", None)

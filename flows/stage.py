@@ -14,6 +14,7 @@ from prefect.states import Completed
 
 from flows.attempts import refuse_crash_loop
 from flows.config import PipelineConfig
+from flows.credentials import use_credentials
 from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
 from infra import manifest
@@ -67,6 +68,7 @@ async def run_stage(
         make: commits every missing shard, refuses what is not acceptable; what it returns is added to the manifest.
     """
     show_plain_errors()
+    await use_credentials(config)
     stages = await asyncio.to_thread(resolve, config)
     stage = stages[name]
     await refuse_crash_loop(config, stages)
@@ -79,6 +81,11 @@ async def run_stage(
     report_missing(stage, state)
     await show_reused_shards(stage, state)
     return await close_stage(stage, await make(StageWork(config, stages, stage, state)))
+
+
+def own_inputs(shard: Shard, inputs: Mapping[str, ShardRecord]) -> dict[str, ShardRecord]:
+    """Those records that the shard itself reads: Prefect walks through all that a task is given, for each task."""
+    return {name: inputs[name] for name in shard.inputs}
 
 
 def refuse_absent_upstream(stages: Stages, stage: StageRef) -> None:

@@ -1,6 +1,6 @@
 """Objects on S3 and what speaks its language. Called through `infra.storage`, which says what each function does.
 
-A large object goes in parts, each retried by itself: what is already sent or fetched is not done again.
+A large object is fetched, and a very large one sent, in parts that are retried each by itself.
 
 A retried write may find its own earlier request, whose answer was lost: whatever is refused is read back and
 compared before it counts as refused.
@@ -13,14 +13,18 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from infra.errors import InputError, StorageError
 from infra.storage_local import ObjectInfo, explained
 from infra.storage_s3_client import in_parallel, request, run
 from infra.storage_s3_errors import Refused
 
-PART_BYTES = 16 * 2**20  # objects above this size go in parts
+# Up to this size an object is written in one request, streamed. Above it goes in parts, each retried by itself, and
+# the condition of a write is asked at the end: two such writers at the very same instant may both be told that they
+# were first where the store is not careful (SeaweedFS 4.48 is not). What must have one winner is never that large.
+ONE_REQUEST_BYTES = 512 * 2**20
+PART_BYTES = 16 * 2**20
 MAX_PARTS = 10_000  # S3's limit
 PARTS_AT_ONCE = 4  # times PART_BYTES is what a large object takes of memory, whatever its size
 REQUESTS_AT_ONCE = 32
@@ -40,20 +44,26 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """What is to be written, read by pieces: `read(start, length)`."""
+    """What is to be written.
+
+    Args:
+        read: a piece of it, by start and length.
+        whole: all of it, as bytes or a file that is newly opened (the client closes it).
+    """
 
     size_bytes: int
     read: Callable[[int, int], bytes]
+    whole: Callable[[], bytes | IO[bytes]]
 
     @classmethod
     def of(cls, data: bytes) -> Source:
-        return cls(len(data), lambda start, length: data[start : start + length])
+        return cls(len(data), lambda start, length: data[start : start + length], lambda: data)
 
-    def pieces(self) -> list[tuple[int, int]]:
-        """Start and length of each part. Always one at least."""
-        length = max(PART_BYTES, -(-self.size_bytes // MAX_PARTS))
-        starts = range(0, max(1, self.size_bytes), length)
-        return [(start, min(length, self.size_bytes - start)) for start in starts]
+
+def pieces(size_bytes: int) -> list[tuple[int, int]]:
+    """Start and length of each part of an object; none of an empty one."""
+    length = max(PART_BYTES, -(-size_bytes // MAX_PARTS))
+    return [(start, min(length, size_bytes - start)) for start in range(0, size_bytes, length)]
 
 
 def get(uri: str) -> bytes:
@@ -67,9 +77,8 @@ def get_many(uris: list[str]) -> dict[str, bytes]:
 def chunks(uri: str) -> Iterator[bytes]:
     place = _place(uri)
     size_bytes, etag = run(_head, place)
-    for start, length in Source(size_bytes, _unread).pieces():
-        if length:
-            yield run(_get_piece, place, etag, start, length)
+    for start, length in pieces(size_bytes):
+        yield run(_get_piece, place, etag, start, length)
 
 
 def get_file(uri: str, local_path: Path) -> None:
@@ -163,10 +172,10 @@ async def _get_piece(fs: Any, place: Place, etag: str, start: int, length: int) 
 async def _download(fs: Any, place: Place, size_bytes: int, etag: str, file_descriptor: int) -> None:
     async def one(piece: tuple[int, int]) -> None:
         start, length = piece
-        if length and os.pwrite(file_descriptor, await _get_piece(fs, place, etag, start, length), start) != length:
+        if os.pwrite(file_descriptor, await _get_piece(fs, place, etag, start, length), start) != length:
             raise StorageError(f"{place.uri} was not written whole to the local disk; is it full?")
 
-    await in_parallel(one, Source(size_bytes, _unread).pieces(), PARTS_AT_ONCE)
+    await in_parallel(one, pieces(size_bytes), PARTS_AT_ONCE)
 
 
 async def _create(fs: Any, place: Place, source: Source) -> bool:
@@ -190,9 +199,8 @@ async def _compare_and_set(fs: Any, place: Place, data: bytes, expected: bytes) 
 async def _write(fs: Any, place: Place, source: Source, condition: dict[str, str]) -> bool:
     """Whether the object now holds the source; False where the condition has refused it."""
     try:
-        if source.size_bytes <= PART_BYTES:
-            body = _read(source, 0, source.size_bytes)
-            await request(fs, place.uri, "put_object", **place.names, Body=body, **condition)
+        if source.size_bytes <= ONE_REQUEST_BYTES:
+            await request(fs, place.uri, "put_object", **place.names, Body=source.whole, **condition)
         else:
             await _write_in_parts(fs, place, source, condition)
         return True
@@ -216,7 +224,7 @@ async def _write_in_parts(fs: Any, place: Place, source: Source, condition: dict
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     try:
-        parts = await in_parallel(one, enumerate(source.pieces(), 1), PARTS_AT_ONCE)
+        parts = await in_parallel(one, enumerate(pieces(source.size_bytes), 1), PARTS_AT_ONCE)
         listed = {"Parts": parts}
         await request(fs, place.uri, "complete_multipart_upload", **upload, MultipartUpload=listed, **condition)
     except Exception:
@@ -232,8 +240,8 @@ async def _holds(fs: Any, place: Place, source: Source) -> bool:
         size_bytes, etag = await _head(fs, place)
         if size_bytes != source.size_bytes:
             return False
-        for start, length in source.pieces():
-            if length and await _get_piece(fs, place, etag, start, length) != source.read(start, length):
+        for start, length in pieces(source.size_bytes):
+            if await _get_piece(fs, place, etag, start, length) != source.read(start, length):
                 return False
     except FileNotFoundError:
         return False
@@ -265,7 +273,10 @@ def _place(uri: str, *, key_needed: bool = True) -> Place:
 @contextlib.contextmanager
 def _file(path: Path) -> Iterator[Source]:
     with explained(path, "read"), path.open("rb") as file:
-        yield Source(os.fstat(file.fileno()).st_size, lambda start, length: os.pread(file.fileno(), length, start))
+        size_bytes = os.fstat(file.fileno()).st_size
+        yield Source(
+            size_bytes, lambda start, length: os.pread(file.fileno(), length, start), lambda: path.open("rb")
+        )
 
 
 def _read(source: Source, start: int, length: int) -> bytes:
@@ -273,7 +284,3 @@ def _read(source: Source, start: int, length: int) -> bytes:
     if len(body) != length:
         raise StorageError("the local file has shrunk while it was being written to the store")
     return body
-
-
-def _unread(start: int, length: int) -> bytes:
-    raise AssertionError("a source that is only divided into pieces is not read")

@@ -58,6 +58,11 @@ async def request(
 ) -> dict[str, Any]:
     """One request, repeated while the store does not answer, throttles or fails; its body, if any, read whole.
 
+    Args:
+        limit_seconds: how long it is tried; `RETRY_SECONDS` by default.
+        arguments: of the client's method. A function as `Body` is called for each attempt, since a file is read up.
+
+
     Raises:
         FileNotFoundError, Refused, InputError, StorageError: what the last answer means.
     """
@@ -65,7 +70,8 @@ async def request(
     async def attempt() -> dict[str, Any]:
         try:
             client = await fs.set_session()
-            answer: dict[str, Any] = await getattr(client, method)(**arguments)
+            body = {"Body": arguments["Body"]()} if callable(arguments.get("Body")) else {}
+            answer: dict[str, Any] = await getattr(client, method)(**{**arguments, **body})
             if "Body" in answer:
                 async with answer["Body"] as stream:
                     answer["Body"] = await stream.read()

@@ -75,7 +75,7 @@ def changed(value: dict[str, Any], dotted: str, to: Any) -> dict[str, Any]:
 
 # (field, its value or None to leave it out, what the line names, what more it says)
 WRONG_FIELDS = [
-    pytest.param("rooot", "x", "rooot", "known are evaluate, extract", id="unknown key at the top"),
+    pytest.param("rooot", "x", "rooot", "known are credentials_block, evaluate", id="unknown key at the top"),
     pytest.param("generate.temprature", 0.5, "generate.temprature", "temperature", id="unknown nested key"),
     pytest.param(
         "prompts.sources",
