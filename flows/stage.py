@@ -15,10 +15,11 @@ from prefect.states import Completed
 from flows.attempts import refuse_crash_loop
 from flows.config import PipelineConfig
 from flows.credentials import use_credentials
+from flows.lease import holding
 from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
 from infra import manifest
-from infra.errors import DamagedShard, ServerError, StageFailed
+from infra.errors import DamagedShard, LeaseLost, ServerError, StageFailed
 from infra.manifest import Shard, ShardRecord, StageRef, StageState
 from infra.provenance import provenance
 from infra.schemas import STATUS_FAILED
@@ -42,23 +43,31 @@ PlanShards = Callable[[Stages], Sequence[Shard]]
 
 @dataclass(frozen=True)
 class StageWork:
-    """What one stage has to make: its place among the others, and what of it is there already."""
+    """What one stage has to make: its place among the others, and what of it is there already.
+
+    Args:
+        lease_epoch: of the lease under which it is made; a higher one supersedes it.
+    """
 
     config: PipelineConfig
     stages: Stages
     stage: StageRef
     state: StageState
+    lease_epoch: int
 
     async def inputs(self) -> dict[str, ShardRecord]:
         """The present record of every upstream shard, by `<stage>/<shard>`."""
         return await asyncio.to_thread(manifest.input_records, self.stage, self.state.plan)
 
 
+Make = Callable[[StageWork], Awaitable[Mapping[str, Any] | None]]
+
+
 async def run_stage(
     config: PipelineConfig,
     name: str,
     plan_shards: PlanShards | None,
-    make: Callable[[StageWork], Awaitable[Mapping[str, Any] | None]],
+    make: Make,
 ) -> Summary:
     """Make what is missing of one stage; a stage that is complete is reused as it stands.
 
@@ -76,11 +85,24 @@ async def run_stage(
     if plan_shards is not None:
         await asyncio.to_thread(manifest.write_plan, stage, await asyncio.to_thread(plan_shards, stages))
     state = await inspect(stage)
-    if state.complete:
-        return reused(stage, state)
-    report_missing(stage, state)
-    await show_reused_shards(stage, state)
-    return await close_stage(stage, await make(StageWork(config, stages, stage, state)))
+    while not state.complete:
+        try:
+            return await _make_missing(config, stages, stage, make)
+        except LeaseLost as error:
+            logger.warning("%s. This run waits for it, then makes what is still missing.", error)
+        state = await inspect(stage)
+    return reused(stage, state)
+
+
+async def _make_missing(config: PipelineConfig, stages: Stages, stage: StageRef, make: Make) -> Summary:
+    """Make what is missing under the stage's lease, which another run may hold for long."""
+    async with holding(stage) as lease:
+        state = await inspect(stage)
+        if state.complete:
+            return reused(stage, state)
+        report_missing(stage, state)
+        await show_reused_shards(stage, state)
+        return await close_stage(stage, await make(StageWork(config, stages, stage, state, lease.epoch)))
 
 
 def own_inputs(shard: Shard, inputs: Mapping[str, ShardRecord]) -> dict[str, ShardRecord]:

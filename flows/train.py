@@ -5,7 +5,6 @@ from __future__ import annotations
 from prefect import flow
 
 from flows.config import PipelineConfig
-from flows.lease import holding
 from flows.stage import Stages, StageWork, Summary, run_stage
 from infra import manifest
 from infra.extraction import resolve_layer_ids
@@ -37,6 +36,5 @@ async def make_draft(work: StageWork) -> None:
     layers = tuple(resolve_layer_ids(config.extract, verifier))
     inputs = await work.inputs()
     trusted = config.verifier.trust_remote_code
-    async with holding(stage) as lease:
-        await train_draft(stage, inputs, lease.epoch, config.train, verifier, layers, VOCAB_FILE, trusted)
+    await train_draft(stage, inputs, work.lease_epoch, config.train, verifier, layers, VOCAB_FILE, trusted)
     await export_speculator(stage, work.state.plan, inputs, config.train, verifier, layers, VOCAB_FILE, trusted)
