@@ -1,4 +1,4 @@
-"""`draftsmith run · plan · status · verify · automations`.
+"""`draftsmith run · plan · status · verify · gc · automations`.
 
 Exit codes: 0 done, 1 the run failed, 2 the input is wrong (one clear line, no traceback).
 """
@@ -122,15 +122,28 @@ def _verify(options: argparse.Namespace) -> int:
     findings = list(verify(options.uri))
     if not findings:
         raise InputError(options.uri, "holds no stage; give an artifact root, or one stage's folder below it")
-    problems = [finding for finding in findings if finding.problem]
+    extra = [finding for finding in findings if finding.extra]
+    problems = [finding for finding in findings if finding.problem and not finding.extra]
+    checked = len(findings) - len(extra)
     if options.json:
-        rows = [{"where": finding.where, "problem": finding.problem} for finding in problems]
-        print(json.dumps({"checked": len(findings), "problems": rows}))
+        wrong, besides = (
+            [{"where": one.where, "problem": one.problem} for one in some] for some in (problems, extra)
+        )
+        print(json.dumps({"checked": checked, "problems": wrong, "extra": besides}))
     else:
-        for finding in problems:
-            print(f"PROBLEM {finding.where}: {finding.problem}")
-        print(f"checked={len(findings)} problems={len(problems)}")
+        for one in extra:
+            print(f"EXTRA {one.where}: {one.problem}")
+        for one in problems:
+            print(f"PROBLEM {one.where}: {one.problem}")
+        print(f"checked={checked} problems={len(problems)} extra={len(extra)}")
     return EXIT_FAILED if problems else EXIT_DONE
+
+
+def _gc(options: argparse.Namespace) -> int:
+    from flows.gc import collect_garbage
+
+    collect_garbage(options)
+    return EXIT_DONE
 
 
 def _automations(options: argparse.Namespace) -> int:
@@ -173,6 +186,10 @@ def _parser() -> argparse.ArgumentParser:
     add("automations", _automations, "install what puts a deployment's run back after its node has died")
     verify = add("verify", _verify, "reread every shard and compare it with its record")
     verify.add_argument("uri", help="an artifact root, or one stage's folder below it")
+    gc = add("gc", _gc, "list what of a root nobody needs any more, and remove it when told so")
+    gc.add_argument("uri", metavar="root", help="an artifact root")
+    gc.add_argument("--delete", action="store_true", help="remove what is listed; without it nothing changes")
+    gc.add_argument("--complete-stages", action="store_true", help="also complete stages that no run refers to")
     return parser
 
 

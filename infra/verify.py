@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from infra import manifest, storage
 from infra.errors import DamagedShard
+from infra.manifest import Shard, ShardRecord
+from infra.training import checkpoint_files
+
+STAGE_FILES = ("plan.json", "manifest.json")
 
 
 @dataclass(frozen=True)
@@ -14,50 +19,104 @@ class Finding:
     """One thing `verify` looked at.
 
     Args:
-        where: `<stage>/<key>` or `<stage>/<key> shard <id>`.
+        where: `<stage>/<key>`, `<stage>/<key> shard <id>`, or an object's name.
         problem: None when it is right, else what is wrong.
+        extra: it is only there besides, and `problem` says why it does not count: `draftsmith gc` removes such.
     """
 
     where: str
     problem: str | None
+    extra: bool = False
 
 
 def verify(uri: str) -> Iterator[Finding]:
-    """Check every stage at or below `uri` (an artifact root, a stage, or one stage's key), shard by shard."""
-    for stage_uri in _stage_uris(uri):
-        yield from _verify_stage(stage_uri)
+    """Check every stage at or below `uri` (an artifact root, a stage, or one stage's key), shard by shard.
+
+    At a root the objects that say what runs have made are read too.
+    """
+    listing = storage.list_sizes(uri)
+    for folder in sorted({name.rpartition("/")[0] for name in listing if name.rpartition("/")[2] in STAGE_FILES}):
+        prefix = f"{folder}/" if folder else ""
+        names = [name.removeprefix(prefix) for name in listing if name.startswith(prefix)]
+        yield from _verify_stage(storage.join(uri, folder), names)
+    runs = [name for name in listing if name.startswith("runs/") and name.endswith(".json")]
+    for name, body in storage.get_many(storage.join(uri, name) for name in runs).items():
+        if not _is_object(body):
+            yield Finding(
+                f"runs/{name.rpartition('/')[2]}", "it cannot be read, so nobody knows what that run made"
+            )
 
 
-def _stage_uris(uri: str) -> list[str]:
-    """Folders that hold a plan or a manifest, at `uri` or below it."""
-    folders = {
-        name.rpartition("/")[0]
-        for name in storage.list_sizes(uri)
-        if name.rpartition("/")[2] in ("plan.json", "manifest.json")
-    }
-    return [storage.join(uri, folder) if folder else uri for folder in sorted(folders)]
-
-
-def _verify_stage(stage_uri: str) -> Iterator[Finding]:
+def _verify_stage(stage_uri: str, names: list[str]) -> Iterator[Finding]:
     where = "/".join(stage_uri.rstrip("/").split("/")[-2:])
     plan = manifest.read_plan(stage_uri)
     if not plan:
         yield Finding(where, "its plan cannot be read")
         return
     stated = manifest.read_manifest(stage_uri)
-    has_manifest = storage.exists(storage.join(stage_uri, "manifest.json"))
-    if has_manifest and stated is None:
-        yield Finding(where, "its manifest cannot be read")
+    copies = manifest.records_of(stated) if stated else {}
     records = manifest.read_record_files(stage_uri, plan)
-    for item in stated["shards"] if stated else ():
-        record = records.get(item["shard"])
-        if record is None or record.to_json() != item:
-            yield Finding(
-                f"{where} shard {item['shard']}", "its record is absent or differs from the manifest's copy"
-            )
-    for record in records.values():
-        try:
-            manifest.read_shard(stage_uri, record)
-            yield Finding(f"{where} shard {record.shard}", None)
-        except DamagedShard as damage:
-            yield Finding(f"{where} shard {record.shard}", damage.problem)
+    if stated is None and "manifest.json" in names:
+        yield Finding(where, "its manifest cannot be read, or is of another stage")
+    if stated is not None and list(copies) != [shard.shard for shard in plan]:
+        yield Finding(where, "its manifest is of other shards than its plan")
+    yield from _verify_shards(stage_uri, where, plan, records, copies, names)
+    yield from _extra_objects(where, plan, records, copies, names)
+    yield from _verify_checkpoints(stage_uri, where, names)
+
+
+def _verify_shards(
+    stage_uri: str,
+    where: str,
+    plan: Iterable[Shard],
+    records: Mapping[str, ShardRecord],
+    copies: Mapping[str, ShardRecord],
+    names: list[str],
+) -> Iterator[Finding]:
+    for shard in plan:
+        place, record = f"{where} shard {shard.shard}", records.get(shard.shard)
+        if shard.shard in copies and record != copies[shard.shard]:
+            yield Finding(place, "its record is absent or differs from the manifest's copy")
+        elif record is None and f"shards/{shard.shard}.json" in names:
+            yield Finding(place, "its record cannot be read, or is of another shard or stage")
+        if record is not None:
+            try:
+                manifest.check_shard(stage_uri, record)
+                yield Finding(place, None)
+            except DamagedShard as damage:
+                yield Finding(place, damage.problem)
+
+
+def _extra_objects(
+    where: str,
+    plan: Iterable[Shard],
+    records: Mapping[str, ShardRecord],
+    copies: Mapping[str, ShardRecord],
+    names: list[str],
+) -> Iterator[Finding]:
+    planned = {f"shards/{shard.shard}.json" for shard in plan}
+    for name in sorted(names):
+        if name.startswith("shards/") and name.endswith(".json") and name not in planned:
+            yield Finding(f"{where}/{name}", "a record of a shard that the plan does not have", extra=True)
+    for name in manifest.unnamed(names, [*records.values(), *copies.values()]):
+        yield Finding(f"{where}/{name}", "no record names it", extra=True)
+
+
+def _verify_checkpoints(stage_uri: str, where: str, names: list[str]) -> Iterator[Finding]:
+    prefix = f"{checkpoint_files.FOLDER}/"
+    listing = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+    committed = checkpoint_files.committed(listing)
+    for ref in checkpoint_files.folders(listing):
+        place = f"{where}/{prefix}{ref.folder}"
+        if ref not in committed:
+            yield Finding(place, "it was never committed", extra=True)
+        elif problem := checkpoint_files.damage(stage_uri, ref):
+            # An older one stands in for a damaged newest one, and so costs steps; damage to others costs nothing.
+            yield Finding(place, f"the checkpoint is damaged: {problem}", extra=ref != committed[0])
+
+
+def _is_object(body: bytes) -> bool:
+    try:
+        return isinstance(json.loads(body), dict)
+    except ValueError:
+        return False

@@ -138,7 +138,7 @@ def test_verify_finds_a_flipped_byte_in_a_copy(
     half: Half, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(half.root)]) == EXIT_DONE
-    assert said(capsys).splitlines() == ["checked=4 problems=0"]
+    assert said(capsys).splitlines() == ["checked=4 problems=0 extra=0"]
     copy = tmp_path / "copy"
     shutil.copytree(half.root, copy)
     stage = half.stages["prompts"]
@@ -148,7 +148,7 @@ def test_verify_finds_a_flipped_byte_in_a_copy(
     assert main(["verify", str(copy)]) == EXIT_FAILED
     problem, last = said(capsys).splitlines()
     assert f"{stage.stage}/{stage.key} shard 00001" in problem
-    assert last == "checked=4 problems=1"
+    assert last == "checked=4 problems=1 extra=0"
     assert main(["verify", str(half.root)]) == EXIT_DONE
 
 
@@ -157,7 +157,7 @@ def test_verify_takes_one_stage_and_prints_json(half: Half, capsys: pytest.Captu
     record = manifest.read_records(stage.uri)["00000"]
     Path(stage.uri, record.data_path).unlink()
     assert main(["verify", half.stages["prompts"].uri, "--json"]) == EXIT_DONE
-    assert json.loads(said(capsys)) == {"checked": 3, "problems": []}
+    assert json.loads(said(capsys)) == {"checked": 3, "problems": [], "extra": []}
     assert main(["verify", stage.uri, "--json"]) == EXIT_FAILED
     (problem,) = json.loads(said(capsys))["problems"]
     assert problem["where"] == f"responses/{stage.key} shard 00000"
