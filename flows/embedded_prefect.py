@@ -28,8 +28,11 @@ EXTRA_LOGGERS = "draftsmith"
 
 
 @contextlib.contextmanager
-def prefect_api() -> Iterator[str]:
+def prefect_api(*, services: bool = False) -> Iterator[str]:
     """Make PREFECT_API_URL name a server that answers, and yield it. Call before Prefect is imported.
+
+    Args:
+        services: start the server's schedulers and automations too, which one run of ours has no use for.
 
     Raises:
         InfrastructureError: the embedded server did not come up.
@@ -43,7 +46,7 @@ def prefect_api() -> Iterator[str]:
     port = _free_port()
     url = f"http://127.0.0.1:{port}/api"
     log = home / "server.log"
-    command = [sys.executable, "-m", "prefect", "server", "start", "--no-services"]
+    command = [sys.executable, "-m", "prefect", "server", "start", *([] if services else ["--no-services"])]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     # The pages would otherwise ask the default port, where nobody listens.
     env = {"PREFECT_SERVER_UI_API_URL": url}

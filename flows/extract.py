@@ -7,7 +7,17 @@ from functools import partial
 from prefect import flow
 
 from flows.config import PipelineConfig
-from flows.stage import Stages, StageWork, Summary, inspect, refuse_failed_rows, run_all, run_stage, with_restarts
+from flows.stage import (
+    Stages,
+    StageWork,
+    Summary,
+    inspect,
+    own_inputs,
+    refuse_failed_rows,
+    run_all,
+    run_stage,
+    with_restarts,
+)
 from infra import manifest
 from infra.manifest import Shard
 from tasks.extract import extract_shard, extracting
@@ -49,7 +59,10 @@ async def extract_missing(work: StageWork) -> None:
             extracting(stage, config.extract, config.vllm, verifier, trust_remote_code=trusted) as engine,
             StageProgress("hidden_states", len(state.plan), len(state.records)) as progress,
         ):
-            jobs = (partial(extract_shard, stage, shard, inputs, engine, progress) for shard in state.missing)
+            jobs = (
+                partial(extract_shard, stage, shard, own_inputs(shard, inputs), engine, progress)
+                for shard in state.missing
+            )
             await run_all(jobs, at_once=SHARDS_AT_ONCE)
 
     await with_restarts(attempt, "The extraction engine")

@@ -10,7 +10,17 @@ from typing import Any
 from prefect import flow
 
 from flows.config import PipelineConfig
-from flows.stage import Stages, StageWork, Summary, inspect, refuse_failed_rows, run_all, run_stage, with_restarts
+from flows.stage import (
+    Stages,
+    StageWork,
+    Summary,
+    inspect,
+    own_inputs,
+    refuse_failed_rows,
+    run_all,
+    run_stage,
+    with_restarts,
+)
 from infra import manifest
 from infra.inference import CompletionClient, PartialShard
 from infra.inference import Progress as RowProgress
@@ -59,8 +69,8 @@ async def answer_missing(work: StageWork) -> None:
         ):
 
             def job(shard: Shard) -> Callable[[], Coroutine[Any, Any, Any]]:
-                rest = partials[shard.shard]
-                return partial(generate_shard, stage, shard, inputs, config.generate, client, rest, rows, progress)
+                read, rest = own_inputs(shard, inputs), partials[shard.shard]
+                return partial(generate_shard, stage, shard, read, config.generate, client, rest, rows, progress)
 
             await run_all((job(shard) for shard in state.missing), at_once=shards_at_once(config))
 

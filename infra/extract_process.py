@@ -48,6 +48,7 @@ class ExtractProcess:
         self._flags = engine_flags(vllm, model_path=model_path, trust_remote_code=trust_remote_code)
         self._environment = engine_environment(vllm, model_path=model_path)
         self._process: GuardedProcess | None = None
+        self._stopped = False
         # Threads stand between the pipes and the callers, so that no caller ever waits without a limit.
         self._to_worker: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._from_worker: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -76,6 +77,9 @@ class ExtractProcess:
             stdout_pipe=True,
         )
         self._process = process
+        if self._stopped:
+            process.stop()
+            raise ServerError("The extraction engine was stopped before it was started.")
         assert process.stdin is not None
         assert process.stdout is not None
         for pump, pipe, lines in (
@@ -125,7 +129,8 @@ class ExtractProcess:
                 raise self._failure(f"wrote a line that is no reply: {line[:200]!r}") from None
 
     def stop(self) -> None:
-        """End the worker and all that it started. May be called again, and while another thread receives."""
+        """End the worker and all that it started. Callable again, and while another thread starts or receives."""
+        self._stopped = True
         self._to_worker.put(None)
         if self._process is not None:
             self._process.stop()

@@ -90,4 +90,9 @@ async def start_engine(
         token=process_token(stage.uri, "engine"),
         trust_remote_code=trust_remote_code,
     )
-    return await asyncio.to_thread(engine.__enter__)
+    try:
+        return await asyncio.to_thread(engine.__enter__)
+    except asyncio.CancelledError:
+        # The thread goes on loading, and keeps this process from ending, until the engine has gone.
+        await asyncio.shield(asyncio.to_thread(engine.stop))
+        raise
