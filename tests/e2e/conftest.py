@@ -23,6 +23,8 @@ from flows.resolve import resolve
 from infra import guard
 from infra.locations import project_home
 from infra.manifest import StageRef
+from infra.schemas import STAGES
+from tests.e2e.prefect_stack import PrefectStack
 
 RUN_SECONDS = 900.0  # of one run on two cores, other work beside it
 MARK = "DRAFTSMITH_TEST_RUN"
@@ -61,11 +63,12 @@ class CommandRun:
     folder: Path
     overrides: Sequence[str]
     environment: Mapping[str, str]
+    until: str = STAGES[-1]
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def start(self) -> CommandRun:
         self.folder.mkdir(parents=True)
-        argv = [sys.executable, "-m", "flows.cli", "run", "deployments/smoke.yaml"]
+        argv = [sys.executable, "-m", "flows.cli", "run", "deployments/smoke.yaml", "--until", self.until]
         argv += [part for override in self.overrides for part in ("--set", override)]
         environment = {**os.environ, **self.environment, MARK: self.mark}
         for name in ("PREFECT_API_URL", "PREFECT_API_DATABASE_CONNECTION_URL"):
@@ -156,17 +159,21 @@ def _living(pid: int) -> str:
 
 
 class Commands:
-    """Starts runs in folders of their own below one folder, and ends them all."""
+    """Starts runs in folders of their own below one folder, and ends them all.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        environment: more variables for every run.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self._folder = folder
-        self._environment = {"PREFECT_HOME": str(folder / "prefect")}
+        self._environment = {"PREFECT_HOME": str(folder / "prefect"), **(environment or {})}
         self._started: list[CommandRun] = []
 
-    def start(self, root: Path, *more: str) -> CommandRun:
+    def start(self, root: Path | str, *more: str, until: str = STAGES[-1]) -> CommandRun:
         overrides = [f"root={root}", *TINY, *more]
         folder = self._folder / f"run-{len(self._started)}"
-        run = CommandRun(folder, overrides, self._environment)
+        run = CommandRun(folder, overrides, self._environment, until)
         self._started.append(run)
         return run.start()
 
@@ -175,7 +182,7 @@ class Commands:
             run.end()
 
 
-def tiny_config(root: Path, *more: str) -> PipelineConfig:
+def tiny_config(root: Path | str, *more: str) -> PipelineConfig:
     """The config that those runs have."""
     return load_config(str(project_home() / "deployments" / "smoke.yaml"), [f"root={root}", *TINY, *more])
 
@@ -214,3 +221,35 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         yield Finished(root, run, run.finish(), stages)
     finally:
         made.end()
+
+
+@pytest.fixture(scope="session")
+def prefect_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectStack]:
+    """One Prefect server for the session, with deployments and automations."""
+    with PrefectStack(tmp_path_factory.mktemp("prefect-stack")) as stack:
+        yield stack
+
+
+@pytest.fixture
+def prefect_stack(prefect_session: PrefectStack) -> Iterator[PrefectStack]:
+    """That server; the workers that a test starts end with it."""
+    try:
+        yield prefect_session
+    finally:
+        prefect_session.stop_workers()
+
+
+REPORT_LINES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def report_line(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Add a line to the table at the end of the test run."""
+    return request.config.stash.setdefault(REPORT_LINES, []).append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if lines := config.stash.get(REPORT_LINES, []):
+        terminalreporter.section("what was killed, lost and recovered")
+        for line in lines:
+            terminalreporter.write_line(line)
