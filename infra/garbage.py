@@ -94,9 +94,15 @@ def survey(root: str, *, complete_stages: bool = False, now: float | None = None
 
 
 def remove(
-    root: str, found: Survey, *, complete_stages: bool = False, timing: Timing = DEFAULT_TIMING
+    root: str,
+    found: Survey,
+    *,
+    complete_stages: bool = False,
+    now: float | None = None,
+    timing: Timing = DEFAULT_TIMING,
 ) -> Iterator[Item]:
     """Remove the items of a survey that still are garbage, one stage after the other; yields what is gone."""
+    now = time.time() if now is None else now
     by_stage: dict[Place | None, list[Item]] = defaultdict(list)
     for item in found.items:
         by_stage[item.stage].append(item)
@@ -108,7 +114,7 @@ def remove(
                     logger.warning("%s/%s is being worked on now; it is left alone.", *place)
                     continue
                 stack.callback(lease.release)
-                items = _still_garbage(root, place, items, complete_stages)
+                items = _still_garbage(root, place, items, complete_stages, now)
             for item in items:
                 for name in item.objects:
                     storage.delete(storage.join(root, name))
@@ -116,12 +122,12 @@ def remove(
             if place is not None:
                 _remove_empty_folders(storage.join(root, *place), before=math.inf)  # nobody writes there now
     for stage in STAGES:
-        _remove_empty_folders(storage.join(root, stage), before=time.time() - KEPT_SECONDS)
+        _remove_empty_folders(storage.join(root, stage), before=now - KEPT_SECONDS)
 
 
-def _still_garbage(root: str, place: Place, items: list[Item], complete_stages: bool) -> list[Item]:
+def _still_garbage(root: str, place: Place, items: list[Item], complete_stages: bool, now: float) -> list[Item]:
     """Those of the items that a new look finds again, now that the stage's lease is ours."""
-    listing, now, notes = storage.list_objects(root), time.time(), list[str]()
+    listing, notes = storage.list_objects(root), list[str]()
     stages = _stages(listing)
     objects = stages.get(place, {})
     live = {other for other in stages if other != place and _is_live(root, other, listing, now)}

@@ -91,7 +91,16 @@ class ShardRecord:
         return canonical_json(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        return {**{name: _jsonable(getattr(self, name)) for name in RECORD_FIELDS}, **self.extra}
+        return {
+            "shard": self.shard,
+            "data": self.data,
+            "sha256": self.sha256,
+            "size_bytes": self.size_bytes,
+            "rows": self.rows,
+            "status_counts": dict(self.status_counts),
+            "inputs": dict(self.inputs),
+            **self.extra,
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ShardRecord:
@@ -145,7 +154,3 @@ def is_record(value: Any, key: str, shard: str | None = None) -> bool:
         and value.get("key", key) == key
         and (shard is None or value["shard"] == shard)
     )
-
-
-def _jsonable(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value

@@ -115,12 +115,13 @@ def list_objects(uri: str) -> dict[str, ObjectInfo]:
     found: dict[str, ObjectInfo] = {}
     with explained(folder, "listed"):
         for parent, _, names in os.walk(folder, onerror=_raise_unless_absent):
+            below = os.path.relpath(parent, folder)  # once for thousands of names
             for name in names:
                 if name.startswith("."):
                     continue
                 with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                     stat = os.stat(os.path.join(parent, name))
-                    relative = os.path.relpath(os.path.join(parent, name), folder)
+                    relative = name if below == "." else f"{below}/{name}"
                     found[relative] = ObjectInfo(stat.st_size, stat.st_mtime)
     return found
 
