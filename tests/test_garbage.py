@@ -343,3 +343,24 @@ def test_the_command_lists_and_only_deletes_when_told(tmp_path: Path, capsys: py
     assert [row["where"] for row in said["items"]] == said["deleted"] == [str(path.relative_to(tmp_path))]
     assert not path.exists()
     assert main(["gc", str(tmp_path / "absent")]) == EXIT_WRONG_INPUT
+
+
+@pytest.mark.s3
+def test_on_s3_it_is_the_same(s3_root: str) -> None:
+    stage = StageRef(s3_root, "drafts", stage_content("drafts", 1, {}, {}, {}))
+    free = StageRef(s3_root, "drafts", stage_content("drafts", 1, {"seed": 1}, {}, {}))
+    for one in (stage, free):
+        for shard in manifest.write_plan(one, [Shard("00000"), Shard("00001")])[: 1 if one is free else 2]:
+            manifest.commit_shard(one, shard, b"rows", rows=1, status_counts={"ok": 1}, inputs={})
+    manifest.finish(stage, {})
+    storage.put(f"{s3_root}/runs/one.json", json.dumps({"keys": {"drafts": stage.key}}).encode())
+    left = f"{stage.uri}/shards/00000-0123456789ab.parquet"
+    storage.put(left, b"made twice")
+    before = set(storage.list_sizes(stage.uri)) - {"shards/00000-0123456789ab.parquet"}
+    assert survey(s3_root).items == []
+    later = time.time() + TWO_DAYS
+    seen = survey(s3_root, now=later)
+    assert {item.where for item in seen.items} == {left.removeprefix(f"{s3_root}/"), place(free)}
+    assert len(list(remove(s3_root, seen, now=later, timing=QUICK))) == 2
+    assert set(storage.list_sizes(stage.uri)) == before
+    assert storage.list_sizes(free.uri) == {}

@@ -275,3 +275,27 @@ def test_waiting_and_taking_over_are_told(uri: str, caplog: pytest.LogCaptureFix
 def test_renewing_is_well_within_the_time_to_take_over() -> None:
     assert DEFAULT_TIMING.renew_seconds * 3 <= DEFAULT_TIMING.takeover_seconds
     assert leases.lease_name("drafts", "0f") == "drafts-0f"
+
+
+def test_in_a_folder_and_on_s3_it_is_the_same(any_root: str) -> None:
+    first = Waiter(any_root, "drafts-0", "run-1", NEVER).try_take()
+    assert first is not None
+    second = Waiter(any_root, "drafts-0", "run-2", NEVER)
+    assert second.try_take() is None
+    for _ in range(3):
+        first.renew()
+    found = current(first.uri)
+    assert found is not None
+    assert (found.renewed, found.run) == (3, "run-1")
+    away = replace(found, epoch=2, holder="theirs", run="run-3")
+    storage.put(first.uri, away.to_bytes())
+    first.renew()
+    assert first.taken_by == away
+    first.release()
+    storage.put(first.uri, replace(away, released=True).to_bytes())
+    lease = second.try_take()
+    assert lease is not None
+    assert lease.epoch == 3
+    lease.release()
+    for one in (first, lease):
+        one._thread.join()

@@ -350,3 +350,23 @@ def test_a_complete_stage_takes_one_manifest_and_one_listing(
     assert sorted(reads) == sorted([
         f"get {below.plan_uri}", f"get {below.manifest_uri}", f"get {upstream.manifest_uri}", f"list_sizes {below.uri}",
     ])  # fmt: skip
+
+
+@pytest.mark.s3
+def test_on_s3_it_is_the_same(s3_root: str, tmp_path: Path) -> None:
+    stage = StageRef(s3_root, "vocab", stage_content("vocab", 1, {}, {}, {}))
+    shards = manifest.write_plan(stage, [Shard("00000"), Shard("00001", extra={"file": "vocab.safetensors"})])
+    (tmp_path / "file").write_bytes(b"of a file")
+    assert commit(stage, shards[0], tmp_path / "file") == commit(stage, shards[0], b"late")
+    storage.put(f"{stage.uri}/vocab.safetensors", b"left by a crash")
+    record = commit(stage, shards[1], tmp_path / "file")
+    manifest.finish(stage, {})
+    assert manifest.inspect(stage).complete
+    manifest.fetch_shard(stage.uri, record, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"of a file"
+    storage.put(f"{stage.uri}/vocab.safetensors", b"not so")
+    assert "vocab.safetensors has 6 bytes" in manifest.inspect(stage).problems["00001"]
+    manifest.invalidate(stage.uri, "00001")
+    commit(stage, shards[1], b"again")
+    manifest.finish(stage, {})
+    assert manifest.inspect(stage).complete

@@ -1,0 +1,83 @@
+"""What the trainer says becomes the error that fits: another attempt, another stage's work, or none of ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.errors import DamagedShard, DraftsmithError, InfrastructureError, LeaseLost, ServerError, StorageError
+from infra.fingerprint import stage_content
+from infra.manifest import StageRef
+from infra.processes import process_token
+from infra.training.config import TrainConfig
+from infra.training.progress import PREFIX
+from tasks import policy
+from tasks.train import _run_trainer
+
+
+async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], code: int) -> int:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    trainer = tmp_path / "python"
+    trainer.write_text(f"#!/bin/sh\necho '{PREFIX}{json.dumps(said)}'\nexit {code}\n")
+    trainer.chmod(0o755)
+    stage = StageRef(str(tmp_path), "drafts", stage_content("drafts", 1, {}, {}, {}))
+    token = process_token("test", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr("tasks.train.sys", type("Sys", (), {"executable": str(trainer)}))
+        return await _run_trainer(stage, TrainConfig(), tmp_path / "spec.json", token)
+
+
+async def test_the_last_step_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await run(tmp_path, monkeypatch, {"kind": "done", "step": 60}, 0) == 60
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ({"kind": "superseded", "step": 10}, LeaseLost),
+        ({"kind": "stopped", "step": 10}, InfrastructureError),
+        ({"kind": "failed", "error_type": "StorageError", "message": "gone"}, InfrastructureError),
+        (
+            {
+                "kind": "failed",
+                "error_type": "DamagedShard",
+                "message": "",
+                "stage_uri": "u",
+                "shard": "00000",
+                "problem": "torn",
+            },
+            DamagedShard,
+        ),
+        ({"kind": "train", "step": 3}, InfrastructureError),
+    ],
+)
+async def test_each_end_has_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], kind: type[DraftsmithError]
+) -> None:
+    with pytest.raises(DraftsmithError) as caught:
+        await run(tmp_path, monkeypatch, said, 1)
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("error", "retried", "restarted"),
+    [
+        (StorageError("gone"), True, True),
+        (ServerError("dead"), False, True),
+        (LeaseLost("taken"), False, False),
+        (DamagedShard("u", "00000", "torn"), False, False),
+    ],
+)
+async def test_what_another_run_has_taken_over_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, retried: bool, restarted: bool
+) -> None:
+    async def error_of(state: Any) -> Any:
+        return error
+
+    monkeypatch.setattr(policy, "_error_of", error_of)
+    state: Any = None
+    assert await policy._worth_retrying(None, None, state) is retried
+    assert await policy._worth_restarting(None, None, state) is restarted
