@@ -159,8 +159,8 @@ class Lease:
         if not self._lock.acquire(timeout=self._timing.renew_seconds):
             return
         try:
-            if not self.lost:
-                storage.compare_and_set(self.uri, replace(self._holding, released=True).to_bytes(), self._body)
+            # Changes nothing where somebody else has taken it.
+            storage.compare_and_set(self.uri, replace(self._holding, released=True).to_bytes(), self._body)
         except (DraftsmithError, OSError) as error:
             logger.warning(
                 "%s could not be released (%s); others wait for it for up to %g s.",
