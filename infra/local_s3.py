@@ -31,6 +31,7 @@ HOST = "127.0.0.1"
 START_SECONDS = 60.0
 CLIENT_TIMEOUT_SECONDS = 10.0
 POLL_SECONDS = 0.05
+INLINE_BYTES = 65536  # objects up to this size lie beside their names, one hop less to reach
 VOLUMES = 200  # each bucket takes some; they grow as they are filled
 VOLUME_SIZE_LIMIT_MB = 1024
 # S3, its gRPC, then HTTP and gRPC of master, volume server and filer.
@@ -164,6 +165,7 @@ class LocalS3:
             "-s3",
             f"-s3.config={self._identities}",
             "-s3.autoCreateBucket=false",  # a missing bucket is an error, as elsewhere
+            f"-filer.saveToFilerLimit={INLINE_BYTES}",
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             f"-volume.max={VOLUMES}",

@@ -100,7 +100,7 @@ def get(uri: str) -> bytes:
 
 
 def get_many(uris: Iterable[str]) -> dict[str, bytes]:
-    """Those of the objects that exist, fetched concurrently where the store is remote. All in one store."""
+    """Those of the objects that exist, fetched concurrently where the store is remote. All in one bucket."""
     wanted = list(uris)
     return _store(wanted[0]).get_many(wanted) if wanted else {}
 

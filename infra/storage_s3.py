@@ -19,6 +19,7 @@ from infra.errors import InputError, StorageError
 from infra.storage_local import ObjectInfo, explained
 from infra.storage_s3_client import in_parallel, request, run
 from infra.storage_s3_errors import Refused
+from infra.storage_s3_small import Answers, get_small
 
 # Up to this size an object is written in one request, streamed. Above it goes in parts, each retried by itself, and
 # the condition of a write is asked at the end: two such writers at the very same instant may both be told that they
@@ -28,6 +29,7 @@ PART_BYTES = 16 * 2**20
 MAX_PARTS = 10_000  # S3's limit
 PARTS_AT_ONCE = 4  # times PART_BYTES is what a large object takes of memory, whatever its size
 REQUESTS_AT_ONCE = 32
+MANY = 64  # from here on it pays to read small objects without the client
 
 
 class Place(NamedTuple):
@@ -145,13 +147,16 @@ async def _get(fs: Any, place: Place) -> dict[str, Any]:
 
 
 async def _get_many(fs: Any, places: list[Place]) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    by_key = {place.key: place for place in places}
+    known = await get_small(fs, places[0].bucket, by_key) if len(places) >= MANY else Answers({}, set())
+    found = {by_key[key].uri: body for key, body in known.found.items()}
 
     async def one(place: Place) -> None:
         with contextlib.suppress(FileNotFoundError):
             found[place.uri] = (await _get(fs, place))["Body"]
 
-    await in_parallel(one, places, REQUESTS_AT_ONCE)
+    rest = [place for key, place in by_key.items() if key not in known.found and key not in known.absent]
+    await in_parallel(one, rest, REQUESTS_AT_ONCE)
     return found
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra import storage
+from infra import storage, storage_s3
 from infra.errors import InputError, StorageError
 from infra.local_s3 import LocalS3, free_ports
 from tests.conftest import use_server
@@ -73,6 +73,21 @@ def test_an_endpoint_without_a_scheme_is_wrong_input(s3_root: str, monkeypatch: 
     monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:8333")
     with pytest.raises(InputError, match=r"^AWS_ENDPOINT_URL: "):
         storage.check_root(s3_root)
+
+
+def test_many_small_objects_are_read_alike_with_and_without_the_client(
+    s3_root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = {f"{s3_root}/a b+ü%41/{number}": b"x" * number for number in range(8)}
+    for uri, body in bodies.items():
+        storage.put(uri, body)
+    for many in (1, 100):
+        monkeypatch.setattr(storage_s3, "MANY", many)
+        assert storage.get_many([*bodies, f"{s3_root}/absent"]) == bodies
+    monkeypatch.setattr(storage_s3, "MANY", 1)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-one")
+    with pytest.raises(InputError, match="is refused"):
+        storage.get_many(bodies)
 
 
 def test_a_forked_child_has_a_client_of_its_own(s3_root: str) -> None:
