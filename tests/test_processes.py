@@ -145,30 +145,38 @@ def test_stale_processes_are_found_by_token_and_our_own_are_spared(token: str, t
         assert sorted(living(token)) == sorted([ours.pid, *descendants(ours.pid)])
 
 
-@pytest.mark.parametrize("end", ["killed", "killed and not reaped"])
 def test_what_another_living_process_started_is_spared_until_that_is_dead(
-    token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+    token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "SWEEP_SECONDS", 1.0)
     command = [sys.executable, "-c", PARENT, token, str(tmp_path / "log"), TREE, "plain"]
-    other = subprocess.Popen(command)
+    shell = ["sh", "-c", 'setsid "$@" >/dev/null 2>&1 & echo $!', "sh", *command]
+    # No child of ours, or it and its own would be spared in any case.
+    other = int(subprocess.run(shell, stdout=subprocess.PIPE, text=True, check=True).stdout)
     try:
         assert eventually(lambda: len(living(token)) == TREE_SIZE), living(token)
         time.sleep(0.3)
         assert end_stale(token) == []
         assert len(living(token)) == TREE_SIZE
-        for pid in living(token):  # its guard, so that nothing but the sweep can end the rest
-            if guard.process_state(pid)[1] == other.pid:
-                other.kill()
-                os.kill(pid, signal.SIGKILL)
-        assert eventually(lambda: guard.process_state(other.pid)[0] == "Z")
-        if end == "killed":
-            other.wait()
+        started = guard.process_start(other)
+        guards = [pid for pid in living(token) if guard.process_state(pid)[1] == other]
+        for pid in (other, *guards):  # the guard too, so that nothing but the sweep can end the rest
+            os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: not guard.runs_since(other, started))
         assert len(end_stale(token)) >= 3
         assert living(token) == []
     finally:
-        other.kill()
-        other.wait()
+        guard.send(other, signal.SIGKILL)
+
+
+def test_a_zombie_does_not_run() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    started = guard.process_start(process.pid)
+    assert guard.runs_since(process.pid, started)
+    process.kill()
+    assert eventually(lambda: not guard.runs_since(process.pid, started))
+    assert guard.process_state(process.pid)[0] == "Z"
+    process.wait()
 
 
 def test_a_pid_that_is_used_again_is_another_process() -> None:

@@ -115,6 +115,22 @@ async def test_a_cancellation_from_outside_stays_one(stage: StageRef) -> None:
     assert current(uri(stage)).released  # type: ignore[union-attr]
 
 
+async def test_cancelled_while_it_is_lost_it_is_cancelled(stage: StageRef) -> None:
+    inside = asyncio.Event()
+
+    async def body() -> None:
+        async with holding(stage, replace(QUICK, renew_seconds=3600)):
+            seize(stage, "another run")
+            inside.set()
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(body())
+    await asyncio.wait_for(inside.wait(), 30)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_the_next_one_waits_and_may_be_cancelled_while_it_does(stage: StageRef) -> None:
     async def second() -> int:
         async with holding(stage, QUICK) as lease:
