@@ -118,7 +118,7 @@ def test_installing_the_automations_again_changes_nothing(prefect_stack: Prefect
 def test_an_automation_that_differs_is_updated_and_one_switched_off_stays_off(prefect_stack: PrefectStack) -> None:
     client = prefect_stack.client
     (zombie,) = client.read_automations_by_name("draftsmith-zombie")
-    as_installed = AutomationCore.model_validate(zombie.model_dump(exclude={"id"}))
+    as_installed = AutomationCore.model_validate(zombie.model_dump(exclude={"id"}, exclude_unset=True))
     changed = as_installed.model_copy(update={"description": "another", "enabled": False})
     client.update_automation(zombie.id, changed)
     client.create_automation(changed)
