@@ -90,6 +90,29 @@ def test_the_older_are_deleted_only_after_the_commit(tmp_path: Path, monkeypatch
     assert [ref.step for ref in checkpoint_files.find(uri)] == [300, 200]
 
 
+def test_of_what_is_deleted_the_commit_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = str(tmp_path)
+    for step in (100, 200):
+        save(uri, step, 1)
+    deleted: list[str] = []
+    delete = storage.delete
+    monkeypatch.setattr(storage, "delete", lambda target: deleted.append(target) or delete(target))
+    save(uri, 300, 1)
+    of_oldest = [Path(target).name for target in deleted if "step-00000100" in target]
+    assert of_oldest[0] == COMMIT_FILE
+    assert len(of_oldest) == 6
+
+
+def test_only_what_this_or_an_earlier_lease_made_from_other_inputs_is_taken_back(tmp_path: Path) -> None:
+    uri = str(tmp_path)
+    for step, epoch in ((100, 1), (200, 2), (300, 3)):
+        save(uri, step, epoch)
+    checkpoint_files.withdraw_foreign(uri, "", 2)
+    assert len(checkpoint_files.find(uri)) == 2
+    checkpoint_files.withdraw_foreign(uri, "other inputs", 2)
+    assert checkpoint_files.find(uri) == [CheckpointRef(300, 3)]
+
+
 def test_a_zombie_of_an_older_lease_deletes_nothing_of_a_newer_one(tmp_path: Path) -> None:
     uri = str(tmp_path)
     for step in (100, 200):
