@@ -73,3 +73,23 @@ async def test_a_block_that_is_not_there_is_wrong_input(monkeypatch: pytest.Monk
 
 def test_the_block_is_in_no_key() -> None:
     assert config("store").content() == config(None).content()
+
+
+@pytest.mark.prefect
+async def test_a_real_prefect_server_gives_the_keys_to_a_flow(caplog: pytest.LogCaptureFixture) -> None:
+    from prefect import flow
+    from prefect.testing.utilities import prefect_test_harness
+
+    @flow
+    async def deployed(name: str) -> str:
+        await use_credentials(config(name))
+        return os.environ["AWS_ACCESS_KEY_ID"]
+
+    with prefect_test_harness(server_startup_timeout=120), caplog.at_level(logging.DEBUG):
+        keys = {"aws_access_key_id": "stored-key", "aws_secret_access_key": SecretStr(SECRET)}
+        await AwsCredentials(**keys).asave("store")
+        assert await deployed("store") == "stored-key"
+        assert os.environ["AWS_SECRET_ACCESS_KEY"] == SECRET
+        with pytest.raises(InputError, match="'other'"):
+            await deployed("other")
+    assert SECRET not in caplog.text
