@@ -326,6 +326,24 @@ def test_who_comes_between_two_steps_of_a_commit_changes_nothing(
                 assert manifest.read_record_files(stage.uri, [shard]) == {"00000": record}
 
 
+def test_who_finds_a_named_file_written_meanwhile_takes_the_record_that_came_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = ref(tmp_path, "vocab")
+    shard = manifest.write_plan(stage, [Shard("00000", extra={"file": "vocab.safetensors"})])[0]
+    create, second = storage.create, list[Any]()
+
+    def late(uri: str, data: bytes) -> bool:
+        if not second:
+            second.append(None)
+            second[0] = commit(stage, shard, b"second")
+        return create(uri, data)
+
+    monkeypatch.setattr(storage, "create", late)
+    assert commit(stage, shard, b"firsts") == second[0]
+    manifest.finish(stage, {})
+
+
 def test_a_named_file_replaced_under_its_record_is_found_before_the_stage_counts(tmp_path: Path) -> None:
     stage = ref(tmp_path, "vocab")
     shard = manifest.write_plan(stage, [Shard("00000", extra={"file": "vocab.safetensors"})])[0]
