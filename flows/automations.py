@@ -44,7 +44,8 @@ def install(folder: Path | None = None) -> list[Installed]:
 
     wanted = _read(folder or project_home() / "deployments" / "automations")
     try:
-        with SyncPrefectClient(url, api_key=os.environ.get("PREFECT_API_KEY")) as client:
+        key, password = os.environ.get("PREFECT_API_KEY"), os.environ.get("PREFECT_API_AUTH_STRING")
+        with SyncPrefectClient(url, api_key=key, auth_string=password) as client:
             return [{"name": automation.name, "done": _install(client, automation)} for automation in wanted]
     except httpx.HTTPError as error:
         raise InfrastructureError(f"the Prefect server at {url} does not take automations: {error!r}") from error
