@@ -14,10 +14,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from infra.errors import DraftsmithError, InputError
 from infra.schemas import STAGES
+
+if TYPE_CHECKING:
+    from flows.config import PipelineConfig
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -42,13 +45,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _leave()
 
 
-def _run(options: argparse.Namespace) -> int:
+def _config(options: argparse.Namespace) -> PipelineConfig:
+    """The config, with the store's credentials in place."""
     from flows.config import load_config
-    from flows.embedded_prefect import prefect_api
-    from flows.resolve import resolve
 
     config = load_config(options.config, options.set)
+    if config.credentials_block is not None:
+        if "PREFECT_API_URL" not in os.environ:
+            raise InputError(
+                "credentials_block", "a block lives in a Prefect server that stays; name it in PREFECT_API_URL"
+            )
+        from flows.credentials import use_credentials
+
+        asyncio.run(use_credentials(config))
+    return config
+
+
+def _run(options: argparse.Namespace) -> int:
+    from flows.embedded_prefect import prefect_api
+    from flows.resolve import resolve
+    from infra.storage import check_root
+
+    config = _config(options)
     resolve(config)  # wrong input ends here, before anything is started
+    check_root(config.root)
     with prefect_api():
         from prefect.exceptions import TerminationSignal
 
@@ -89,10 +109,9 @@ def _headline(outcome: dict[str, Any]) -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from flows.config import load_config
     from flows.forecast import forecast
 
-    stages = forecast(load_config(options.config, options.set))
+    stages = forecast(_config(options))
     if options.json:
         print(json.dumps({"stages": stages}))
         return EXIT_DONE
@@ -102,10 +121,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from flows.config import load_config
     from flows.forecast import status
 
-    stages = status(load_config(options.config, options.set))
+    stages = status(_config(options))
     if options.json:
         print(json.dumps({"stages": stages}))
         return EXIT_DONE

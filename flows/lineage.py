@@ -21,6 +21,9 @@ from flows.stage import Summary
 from infra import storage
 from infra.provenance import provenance
 
+# A store that is just away when a run is put back may be waited for.
+ROOT_SECONDS = 120.0
+
 
 @dataclass
 class Run:
@@ -50,6 +53,7 @@ async def lineage(config: PipelineConfig) -> AsyncIterator[Run]:
     show_plain_errors()
     await use_credentials(config)
     stages = await asyncio.to_thread(resolve, config)
+    await asyncio.to_thread(storage.check_root, config.root, ROOT_SECONDS)
     run = Run(str(flow_run.get_id()), config, {name: stage.key for name, stage in stages.items()}, _now())
     await asyncio.to_thread(_write, run, "running", None)
     try:

@@ -134,8 +134,11 @@ def delete(uri: str) -> None:
 
 def reach(uri: str, limit_seconds: float) -> None:
     """Make the folder if it is not there; a folder needs no time to be reached."""
-    with explained(_path(uri), "made"):
-        _path(uri).mkdir(parents=True, exist_ok=True)
+    try:
+        with explained(_path(uri), "made"):
+            _path(uri).mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:  # as below /proc
+        raise InputError("root", f"{uri} cannot be made: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -233,3 +233,9 @@ def test_a_store_without_create_only_writes_is_refused(tmp_path: Path, monkeypat
 def test_what_is_no_address_is_refused_by_name(uri: str) -> None:
     with pytest.raises(InputError, match="root"):
         storage.get(uri)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
+def test_a_folder_where_none_can_be_made_is_wrong_input() -> None:
+    with pytest.raises(InputError, match="^root: /proc/draftsmith cannot be made"):
+        storage.check_root("/proc/draftsmith")
