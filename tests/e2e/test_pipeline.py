@@ -17,10 +17,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from flows.cli import EXIT_DONE, EXIT_FAILED, main
+from infra.local_s3 import LocalS3
 from infra.locations import cache_folder, project_home
 from infra.manifest import read_records
 from infra.schemas import EVALUATIONS, PROMPTS, RESPONSES, STAGES
+from infra.storage import list_objects
 from infra.verifier import VerifierConfig, materialize
+from infra.verify import verify
 from tests.e2e.conftest import Commands, Finished
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -264,3 +267,23 @@ def test_another_evaluation_redoes_the_evaluation_only(finished: Finished, comma
     made = {Path(name).relative_to(finished.root).parts[0] for name in after.keys() - objects.keys()}
     assert made == {"runs", "evaluations"}
     assert re.findall(r"Finished in state Cached\('(\w+)/", run.log) == list(STAGES[:-1])
+
+
+@pytest.mark.slow
+@pytest.mark.s3
+def test_the_same_run_on_s3_and_once_more(s3_environment: LocalS3, tmp_path: Path) -> None:
+    commands, root = Commands(tmp_path, s3_environment.environment), f"{s3_environment.root}/pipeline"
+    try:
+        first = commands.start(root)
+        assert first.finish() == EXIT_DONE, first.log[-5000:]
+        assert re.search(rf"report={re.escape(root)}/evaluations/\w+/report.md", first.stdout.splitlines()[-1])
+        assert [finding for finding in verify(root) if finding.problem] == []
+        objects = list_objects(root)
+        again = commands.start(root)
+        assert again.finish() == EXIT_DONE, again.log[-5000:]
+        assert re.findall(r"Finished in state Cached\('(\w+)/", again.log) == list(STAGES)
+        after = list_objects(root)
+        kept = {name: info for name, info in objects.items() if not name.startswith("leases/")}
+        assert {name: after[name] for name in kept} == kept
+    finally:
+        commands.end()
