@@ -237,5 +237,5 @@ def test_what_is_no_address_is_refused_by_name(uri: str) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
 def test_a_folder_where_none_can_be_made_is_wrong_input() -> None:
-    with pytest.raises(InputError, match="^root: /proc/draftsmith cannot be made"):
+    with pytest.raises(InputError, match=r"^root: /proc/draftsmith cannot be made"):
         storage.check_root("/proc/draftsmith")
