@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -33,6 +34,8 @@ Summary = dict[str, Any]
 
 # A server or engine that dies this often in one run of a stage will not be mended by another start.
 MAX_STARTS = 3
+# Each costs some 10 ms; the stage's log says how many there are in all.
+MAX_SHOWN_SHARDS = 500
 # More damage than this in one run is not bad luck.
 MAX_DAMAGED_SHARDS = 100
 
@@ -152,8 +155,8 @@ def reused(stage: StageRef, state: StageState) -> Summary:
 
 
 async def show_reused_shards(stage: StageRef, state: StageState) -> None:
-    """One Cached task run for every shard that an earlier run has committed."""
-    for record in state.records.values():
+    """One Cached task run for each shard that an earlier run has committed; of very many, for the first ones."""
+    for record in itertools.islice(state.records.values(), MAX_SHOWN_SHARDS):
         await reuse_shard(stage, record)
 
 
