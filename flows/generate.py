@@ -12,8 +12,8 @@ from prefect import flow
 from flows.config import PipelineConfig
 from flows.stage import Stages, StageWork, Summary, inspect, refuse_failed_rows, run_all, run_stage, with_restarts
 from infra import manifest
+from infra.generation_progress import GenerationProgress
 from infra.inference import CompletionClient, PartialShard
-from infra.inference import Progress as RowProgress
 from infra.manifest import Shard
 from infra.prompts import TRAIN
 from tasks.generate import generate_shard
@@ -50,7 +50,7 @@ async def answer_missing(work: StageWork) -> None:
 
     async def attempt() -> None:
         state = await inspect(stage)
-        rows = RowProgress(sum(inputs[name].rows for shard in state.missing for name in shard.inputs))
+        rows = GenerationProgress(sum(inputs[name].rows for shard in state.missing for name in shard.inputs))
         trusted = config.verifier.trust_remote_code
         async with (
             serving(config.vllm, verifier, stage, purpose="generation", trust_remote_code=trusted) as server,

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +15,10 @@ from pydantic import Field, field_validator
 
 from infra.completion_client import ClientConfig, CompletionClient
 from infra.config import CONTENT
-from infra.errors import ServerError, StageFailed
+from infra.errors import ServerError
 from infra.responses import Row, RowFailure, response_row
-from infra.schemas import STATUS_FAILED
 
-__all__ = ["ClientConfig", "CompletionClient", "GenerateConfig", "PartialShard", "Progress", "generate_rows"]
+__all__ = ["ClientConfig", "CompletionClient", "GenerateConfig", "PartialShard", "generate_rows"]
 
 logger = logging.getLogger("draftsmith.inference")
 
@@ -93,7 +91,7 @@ async def generate_rows(
 
     Args:
         prompt_rows: rows of `schemas.PROMPTS` with distinct sample ids.
-        on_row: called with each row as soon as it is there (`Progress.add`).
+        on_row: called with each row as soon as it is there (`GenerationProgress.add`).
         partial: filled as rows are finished. Given again after a `ServerError`, with a client of the new server,
             only what is missing is asked; `on_row` is not called again for what is there.
 
@@ -157,54 +155,3 @@ def _failed_row(prompt_row: Row, failure: RowFailure) -> Row:
 
 def _lost_with_servers(config: GenerateConfig) -> RowFailure:
     return RowFailure(f"in flight when {MAX_SERVER_LOSSES} servers were lost", temperature=config.temperature)
-
-
-@dataclass
-class Progress:
-    """Counts the rows of a stage while they are made; what a progress bar reads. For one event loop.
-
-    `generate_rows(..., on_row=progress.add)` fills it; one object serves all shards of a stage.
-    """
-
-    num_rows: int
-    """Rows that are to be made."""
-    max_failed_share: float = 1.0
-    """`add` raises once more rows have failed than this share of `num_rows`: no other row can mend that."""
-    rows_by_status: Counter[str] = field(default_factory=Counter)
-    num_completion_tokens: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-    def add(self, row: Row) -> None:
-        """Counts a finished row.
-
-        Raises:
-            StageFailed: too many rows have failed for the stage to be accepted.
-        """
-        self.rows_by_status[row["status"]] += 1
-        self.num_completion_tokens += row["num_completion_tokens"]
-        num_failed = self.rows_by_status[STATUS_FAILED]
-        if row["status"] == STATUS_FAILED and num_failed > self.max_failed_share * self.num_rows:
-            raise StageFailed(
-                f"{num_failed} of {self.num_rows} rows have failed, more than the allowed share of "
-                f"{self.max_failed_share:g}, so generation stops; the last error: {row['error']}"
-            )
-
-    @property
-    def rows_done(self) -> int:
-        return self.rows_by_status.total()
-
-    @property
-    def elapsed_seconds(self) -> float:
-        return time.monotonic() - self.started
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Completion tokens of finished rows per second since the start."""
-        return self.num_completion_tokens / max(self.elapsed_seconds, 1e-9)
-
-    @property
-    def eta_seconds(self) -> float | None:
-        """Seconds until the last row at the rate so far; None before the first row."""
-        if not self.rows_done:
-            return None
-        return self.elapsed_seconds * (self.num_rows - self.rows_done) / self.rows_done

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra import manifest
+from infra.generation_progress import GenerationProgress
 from infra.inference import CompletionClient, GenerateConfig, PartialShard, generate_rows
-from infra.inference import Progress as RowProgress
 from infra.manifest import Shard, ShardRecord, StageRef
 from infra.responses import status_counts, to_parquet
 from infra.tables import read_input
@@ -24,7 +24,7 @@ async def generate_shard(
     config: GenerateConfig,
     client: CompletionClient,
     partial: PartialShard,
-    rows_done: RowProgress,
+    rows_done: GenerationProgress,
     progress: StageProgress,
 ) -> ShardRecord:
     """Answer the prompts of one shard and commit the rows; every prompt gives exactly one row.

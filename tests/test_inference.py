@@ -13,12 +13,12 @@ import pytest
 from pydantic import ValidationError
 
 from infra.errors import ServerError, StageFailed
+from infra.generation_progress import GenerationProgress
 from infra.inference import (
     MAX_SERVER_LOSSES,
     CompletionClient,
     GenerateConfig,
     PartialShard,
-    Progress,
     generate_rows,
 )
 from infra.responses import status_counts, to_parquet
@@ -126,7 +126,7 @@ async def test_a_cancelled_shard_frees_its_slots() -> None:
 
 async def test_a_killed_server_keeps_the_finished_rows_and_the_next_one_makes_the_rest() -> None:
     config = GenerateConfig(**QUICK, concurrency=4)
-    partial, progress = PartialShard(), Progress(num_rows=30)
+    partial, progress = PartialShard(), GenerationProgress(num_rows=30)
     first = FakeOpenAIServer(lambda name, _n: Reply(hang=name in ("p7", "p8")))
     second = FakeOpenAIServer()
     async with first, connect(first, concurrency=4) as client:
@@ -185,7 +185,7 @@ async def test_300_prompts_against_a_seeded_mix_of_faults() -> None:
     dice = random.Random(7)
     kinds = {f"p{index}": dice.choice(list(POLICY)) for index in range(300)}
     config = GenerateConfig(**(QUICK | {"timeout_seconds": 1.5}), concurrency=32)
-    progress = Progress(num_rows=300)
+    progress = GenerationProgress(num_rows=300)
     with FakeOpenAIServer() as server:
         for name, kind in kinds.items():
             server.script(name, *POLICY[kind][0])
@@ -210,14 +210,14 @@ async def test_300_prompts_against_a_seeded_mix_of_faults() -> None:
 async def test_a_stage_that_cannot_be_accepted_any_more_stops_early() -> None:
     without_ids = FakeOpenAIServer(lambda _p, _n: Reply(token_ids=None))
     async with without_ids as server, connect(server, concurrency=2) as client:
-        progress = Progress(num_rows=100, max_failed_share=0.05)
+        progress = GenerationProgress(num_rows=100, max_failed_share=0.05)
         with pytest.raises(StageFailed, match="6 of 100 rows"):
             await generate_rows(client, prompts(100), GenerateConfig(), on_row=progress.add)
     assert server.requests.total() < 12
 
 
 def test_progress_tells_rate_and_time_left() -> None:
-    progress = Progress(num_rows=40)
+    progress = GenerationProgress(num_rows=40)
     assert progress.eta_seconds is None
     progress.started -= 10
     for _ in range(10):
