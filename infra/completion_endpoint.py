@@ -81,8 +81,8 @@ class CompletionEndpoint:
         """The request's JSON. `sampling` holds fields by vLLM's names, `temperature` among them."""
         # vLLM's CPU engine dies of a seed under a speculative method, and greedy sampling has no use for one.
         seeded = {} if seed is None or sampling["temperature"] == 0 else {"seed": seed}
-        fixed = {"model": self._model, "messages": messages, "n": 1, "stream": False, "return_token_ids": True}
-        return json.dumps({**sampling, **seeded, **fixed}).encode()
+        fixed = {"model": self._model, "messages": messages, "n": 1, "stream": False}
+        return json.dumps({"return_token_ids": True, **sampling, **seeded, **fixed}).encode()
 
     async def ask(self, body: bytes, temperature: float) -> Completion:
         """Sends one request.

@@ -8,7 +8,15 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from infra.responses import RowFailure, parse_completion, response_row, status_counts, to_parquet
+from infra.responses import (
+    RowFailure,
+    answered_row,
+    assistant_message,
+    failed_row,
+    parse_completion,
+    status_counts,
+    to_parquet,
+)
 from infra.schemas import RESPONSES
 from tests.asking import assert_failed, one_row, prompt
 from tests.fakes.openai_server import Reply, completion_body
@@ -76,13 +84,14 @@ def test_text_that_utf8_cannot_hold_does_not_spoil_the_shard() -> None:
         {"messages": [{"content": "q"}], "model": "m", "return_token_ids": True}, Reply(text="x")
     )
     broken = body.replace(b'"content": "x"', b'"content": "half \\ud83d of a pair, \\ud83d\\ude00 whole"')
-    row = response_row(prompt("q"), parse_completion(broken, temperature=0.7, latency_seconds=0.1))
+    completion = parse_completion(broken, temperature=0.7, latency_seconds=0.1)
+    row = answered_row(prompt("q"), [assistant_message(completion)], [completion])
     assert row["content"] == "half \ufffd of a pair, \U0001f600 whole"
     assert pq.read_table(io.BytesIO(to_parquet([row]))).num_rows == 1
 
 
 def test_parquet_has_the_schema_even_where_a_column_is_null_in_every_row() -> None:
-    rows = [response_row(prompt("a"), RowFailure("no", temperature=0.7))]
+    rows = [failed_row(prompt("a"), RowFailure("no", temperature=0.7))]
     table = pq.read_table(io.BytesIO(to_parquet(rows)))
     assert table.schema.equals(RESPONSES)
     assert table.to_pylist() == rows
