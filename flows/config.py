@@ -57,6 +57,16 @@ class PipelineConfig(Config):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _gpus_fit(self) -> Self:
+        for gpus in self.generate.servers.gpu_sets or []:
+            if len(gpus) != self.vllm.gpus_per_server:
+                raise ValueError(
+                    f"generate.servers.gpu_sets: {gpus} has {len(gpus)} GPUs, but the parallel sizes of vllm "
+                    f"(tensor x pipeline x data) need {self.vllm.gpus_per_server}"
+                )
+        return self
+
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read a YAML file, apply `a.b=value` overrides, and check the whole.

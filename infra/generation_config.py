@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 
 from infra.completion_client import ClientConfig
 from infra.config import CONTENT
+from infra.servers_config import ServersConfig
 
 # Fields of the request that the client sets itself.
 FIXED_FIELDS = frozenset({"model", "messages", "n", "stream", "return_token_ids", "seed"})
@@ -42,6 +43,8 @@ class GenerateConfig(ClientConfig):
     loss_on: Annotated[Literal["last_turn", "all_turns"], CONTENT] = "last_turn"
     """What is trained of a conversation with several turns: its last completion, or every completion that stands
     with its exact ids in the last turn's prompt (templates take earlier thinking out; those are counted)."""
+    servers: ServersConfig = ServersConfig()
+    """Which servers are asked."""
     max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.02
     """The stage fails when more than this share of its rows failed."""
 

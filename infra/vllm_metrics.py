@@ -17,6 +17,16 @@ from infra.errors import ServerError
 # Label values may hold braces, so the last one that a value follows is the end.
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?$")
 _POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
+_ENGINE = re.compile(r'(?:^|,)\s*(?:engine|dp_rank)="(\w+)"')
+# What vLLM and SGLang (started with --enable-metrics) call the same things.
+_PROGRESS_NAMES = {
+    "num_generation_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
+    "num_prompt_tokens": ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
+    "num_requests_running": ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    "num_requests_waiting": ("vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    "kv_cache_usage": ("vllm:kv_cache_usage_perc", "sglang:token_usage"),
+}
+_PROGRESS_FIELDS = {name: field for field, names in _PROGRESS_NAMES.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -95,23 +105,39 @@ def parse_counters(text: str) -> SpeculationCounters:
 
 def parse_progress(text: str) -> ServerProgress:
     """Token counts and load in a /metrics page, summed over engines; a count that is absent is 0."""
-    by_name: dict[str, list[float]] = {}
-    for name, _, value in _samples(text, "vllm:"):
-        by_name.setdefault(name, []).append(value)
-
-    def total(name: str) -> int:
-        return round(sum(by_name.get(name, [])))
-
+    engines = parse_engines(text).values()
+    usages = [engine.kv_cache_usage for engine in engines if engine.kv_cache_usage is not None]
     return ServerProgress(
-        num_generation_tokens=total("vllm:generation_tokens_total"),
-        num_prompt_tokens=total("vllm:prompt_tokens_total"),
-        num_requests_running=total("vllm:num_requests_running"),
-        num_requests_waiting=total("vllm:num_requests_waiting"),
-        kv_cache_usage=max(by_name.get("vllm:kv_cache_usage_perc", []), default=None),
+        num_generation_tokens=sum(engine.num_generation_tokens for engine in engines),
+        num_prompt_tokens=sum(engine.num_prompt_tokens for engine in engines),
+        num_requests_running=sum(engine.num_requests_running for engine in engines),
+        num_requests_waiting=sum(engine.num_requests_waiting for engine in engines),
+        kv_cache_usage=max(usages, default=None),
     )
 
 
-def _samples(text: str, prefix: str) -> Iterator[tuple[str, str, float]]:
+def parse_engines(text: str) -> dict[str, ServerProgress]:
+    """The same for each engine (data-parallel rank) by its number; empty where the page counts no tokens."""
+    engines: dict[str, dict[str, float]] = {}
+    for name, labels, value in _samples(text, ("vllm:", "sglang:")):
+        if (field := _PROGRESS_FIELDS.get(name)) is not None:
+            found = _ENGINE.search(labels)
+            counts = engines.setdefault(found[1] if found else "", {})
+            counts[field] = counts.get(field, 0.0) + value
+    return {engine: _server_progress(counts) for engine, counts in engines.items()}
+
+
+def _server_progress(counts: dict[str, float]) -> ServerProgress:
+    return ServerProgress(
+        num_generation_tokens=round(counts.get("num_generation_tokens", 0.0)),
+        num_prompt_tokens=round(counts.get("num_prompt_tokens", 0.0)),
+        num_requests_running=round(counts.get("num_requests_running", 0.0)),
+        num_requests_waiting=round(counts.get("num_requests_waiting", 0.0)),
+        kv_cache_usage=counts.get("kv_cache_usage"),
+    )
+
+
+def _samples(text: str, prefix: str | tuple[str, ...]) -> Iterator[tuple[str, str, float]]:
     """Name, labels and value of each sample whose name begins with `prefix`."""
     for line in text.splitlines():
         if line.startswith(prefix) and (sample := _SAMPLE.match(line)):

@@ -7,7 +7,13 @@ import textwrap
 import pytest
 
 from infra.errors import ServerError
-from infra.vllm_metrics import ServerProgress, SpeculationCounters, parse_counters, parse_progress
+from infra.vllm_metrics import (
+    ServerProgress,
+    SpeculationCounters,
+    parse_counters,
+    parse_engines,
+    parse_progress,
+)
 
 METRICS = textwrap.dedent(
     """\
@@ -59,3 +65,23 @@ def test_progress() -> None:
         kv_cache_usage=0.5,
     )
     assert parse_progress("").kv_cache_usage is None
+
+
+def test_each_engine_of_a_data_parallel_server_is_told_apart() -> None:
+    engines = parse_engines(METRICS)
+    assert {name: engine.num_generation_tokens for name, engine in engines.items()} == {"0": 100, "1": 11}
+    assert {name: engine.num_requests_running for name, engine in engines.items()} == {"0": 3, "1": 1}
+    assert parse_engines("") == {}
+
+
+def test_sglang_has_other_names_for_the_same() -> None:
+    page = textwrap.dedent(
+        """\
+        sglang:generation_tokens_total{model_name="m"} 7557572.0
+        sglang:prompt_tokens_total{model_name="m"} 8128902.0
+        sglang:num_running_reqs{model_name="m"} 162.0
+        sglang:num_queue_reqs{model_name="m"} 2826.0
+        sglang:token_usage{model_name="m"} 0.28
+        """
+    )
+    assert parse_progress(page) == ServerProgress(7557572, 8128902, 162, 2826, 0.28)
