@@ -278,3 +278,9 @@ def status_counts(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Number of rows by status, a status without rows as zero."""
     counts = Counter(row["status"] for row in rows)
     return {status: counts[status] for status in (STATUS_OK, STATUS_TRUNCATED, STATUS_FAILED)}
+
+
+def turns_not_found(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """For the shard's record: how many earlier turns `loss_on: all_turns` leaves out; empty if none."""
+    number = sum(row.get(TURNS_NOT_FOUND, 0) for row in rows)
+    return {TURNS_NOT_FOUND: number} if number else {}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from infra.conversations import answer_prompt, split_turns
 from infra.generation_config import GenerateConfig
-from infra.responses import Answer, Completion, loss_mask, to_parquet
+from infra.responses import Answer, Completion, loss_mask, to_parquet, turns_not_found
+from infra.schemas import RESPONSES
 from tests.asking import QUICK, assert_failed, connect, prompt
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
 
@@ -114,7 +117,11 @@ async def test_all_turns_are_trained_whose_ids_stand_in_the_last_prompt() -> Non
     assert row["input_ids"] == [*last, 30, 12, 2]
     assert row["loss_mask"] == [index in (2, 3, 8, 9, 10) for index in range(11)]
     assert row["num_turns_not_found"] == 1
-    assert len(to_parquet([row])) > 0  # which has no such column
+    assert turns_not_found([row, row]) == {"num_turns_not_found": 2}  # in the record: it is no column
+    assert pq.read_table(io.BytesIO(to_parquet([row]))).schema.equals(RESPONSES)
+    row, _ = await answered({"one": kept, "two": lost, "three": end}, conversation("one", "two", "three"))
+    assert sum(row["loss_mask"]) == 3
+    assert turns_not_found([row]) == {}
 
 
 def completion(prompt_ids: list[int], ids: list[int]) -> Completion:
