@@ -11,13 +11,14 @@ from pydantic import Field, field_validator
 
 from infra.completion_client import ClientConfig
 from infra.config import CONTENT
+from infra.salvage import SalvageConfig
 from infra.servers_config import ServersConfig
 
 # Fields of the request that the client sets itself.
 FIXED_FIELDS = frozenset({"model", "messages", "n", "stream", "return_token_ids", "seed"})
 
 
-class GenerateConfig(ClientConfig):
+class GenerateConfig(SalvageConfig, ClientConfig):
     """How the verifier is asked for its responses."""
 
     temperature: Annotated[float, CONTENT, Field(ge=0, le=2)] = 0.7
