@@ -87,7 +87,7 @@ class CompletionClient:
         self._scopes: set[asyncio.Timeout] = set()
         self._gone: str | None = None
         self._gone_event = asyncio.Event()
-        self._alive_at = self._busy_since = time.monotonic()
+        self._alive_at = time.monotonic()
         self._telling = asyncio.Lock()
 
     @classmethod
@@ -110,8 +110,8 @@ class CompletionClient:
 
     @property
     def silent_seconds(self) -> float:
-        """How long requests have been in flight with none answered, for a watchdog; 0 while there are none."""
-        return time.monotonic() - max(self._alive_at, self._busy_since) if self._scopes else 0.0
+        """How long the server has had requests and answered none, for a watchdog; 0 while it has none."""
+        return self._endpoint.silent_seconds
 
     @property
     def gone(self) -> str | None:
@@ -158,8 +158,6 @@ class CompletionClient:
     ) -> Completion:
         """`complete` for a caller that already holds a slot of `window`."""
         body = self._endpoint.body(messages, sampling, seed)
-        if not self._scopes:
-            self._busy_since = time.monotonic()
         scope = asyncio.timeout(None)  # no limit of its own: only declare_gone ends it
         self._scopes.add(scope)
         try:
@@ -214,6 +212,9 @@ class CompletionClient:
                 completion = await self._endpoint.ask(body, temperature)
                 self._alive_at = time.monotonic()
                 return completion
+            except RowFailure:  # an answer too; of a server that sends no ids, every one
+                self._alive_at = time.monotonic()
+                raise
             except NotConnected as trouble:
                 unreached_since = unreached_since or sent
                 self._check_reachable(unreached_since, trouble)

@@ -50,7 +50,7 @@ class StallWatch:
         Args:
             engines: its counters by engine; None where it did not give them this time. A server that never gave
                 any is not judged: its requests' own time limits tell.
-            silent_seconds: how long requests of ours have been in flight with none answered; 0 without any.
+            silent_seconds: how long it has had requests of ours and answered none; 0 without any.
             now: seconds of any clock that only goes forward.
         """
         for name, engine in (engines or {}).items():
