@@ -51,16 +51,6 @@ class Replica:
     def in_flight(self) -> int:
         return self.client.in_flight if self.client is not None else 0
 
-    async def progress(self) -> ServerProgress:
-        """Its token counts and load.
-
-        Raises:
-            ServerError: it is not there now, or does not tell.
-        """
-        if self.server is None:
-            raise ServerError(f"Server {self.number} is not there now")
-        return parse_progress(await self.server.metrics_text())
-
 
 class ServerPool:
     """The servers of one stage, from entering this async context to leaving it. Does not wait for the first one:
@@ -99,6 +89,12 @@ class ServerPool:
     def in_flight(self) -> int:
         """Requests that a server has now, those that wait before another attempt included."""
         return sum(replica.in_flight for replica in self.replicas)
+
+    async def progress(self) -> list[ServerProgress]:
+        """Token counts and load of each server that is up and tells."""
+        servers = [replica.server for replica in self.replicas if replica.server is not None]
+        pages = await asyncio.gather(*(server.metrics_text() for server in servers), return_exceptions=True)
+        return [parse_progress(page) for page in pages if isinstance(page, str)]
 
     async def complete_in_slot(
         self,

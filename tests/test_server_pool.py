@@ -101,6 +101,7 @@ async def test_requests_go_to_the_server_with_the_fewest_in_flight() -> None:
         other.reply = lambda _p, _n: Reply(latency_seconds=0.01)
         await ask(pool, 60)
         assert (pool.in_flight, pool.window.locked()) == (0, False)
+        assert sum(load.num_generation_tokens for load in await pool.progress()) >= 60
     assert one.max_in_flight + other.max_in_flight <= 9, "one window over both"
     assert one.max_in_flight == 4
     assert other.requests.total() > 3 * one.requests.total()
