@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from dataclasses import replace
@@ -195,6 +196,17 @@ async def test_rows_of_a_server_that_sends_ids_and_of_one_that_sends_none_are_th
     }
     assert asked == [False, False]
     assert_failed(off, "prompt has 21 tokens, the server counted 23")
+
+
+async def test_a_server_that_sends_no_ids_is_alive_all_the_same() -> None:
+    async with FakeOpenAIServer() as server, connect(server) as client:
+        server.script("slow", Reply(latency_seconds=0.6))
+        server.script("hello", Reply(latency_seconds=0.3, token_ids=None))
+        slow = asyncio.create_task(client.complete([{"role": "user", "content": "slow"}], {"temperature": 0}))
+        with pytest.raises(MissingTokenIds):
+            await client.complete([{"role": "user", "content": "hello"}], {"temperature": 0})
+        assert client.silent_seconds < 0.2
+        await slow
 
 
 def test_only_opting_in_changes_the_key() -> None:
