@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from prefect import flow
 
 from flows.config import PipelineConfig
-from flows.stage import Stages, StageWork, Summary, inspect, refuse_failed_rows, run_all, run_stage, with_restarts
+from flows.stage import Stages, StageWork, Summary, inspect, refuse_failed_rows, run_all, run_stage
 from infra import manifest
+from infra.conversations import Rebuilder
 from infra.generation_progress import GenerationProgress
-from infra.inference import CompletionClient, PartialShard
-from infra.manifest import Shard
+from infra.inference import PartialShard
+from infra.manifest import Shard, ShardRecord
 from infra.prompts import TRAIN
+from infra.reconstruct import Reconstructor
+from infra.responses import TOKEN_SOURCE_SERVER
+from infra.salvage import salvage_of, with_earlier
+from infra.server_pool import Launch, ServerPool
+from infra.verifier import verifier_name
 from tasks.generate import generate_shard
-from tasks.progress import StageProgress
-from tasks.server import serving
+from tasks.generation_watch import watching
+from tasks.server import external_launches, replica_launches
 from tasks.verifier import materialize_verifier
+
+logger = logging.getLogger("draftsmith.generate")
 
 
 @flow(name="generate", flow_run_name="generate {config.root}")
@@ -31,40 +42,62 @@ async def generate(config: PipelineConfig) -> Summary:
 def plan_shards(stages: Stages) -> list[Shard]:
     """One shard of responses for each shard of train prompts, under the same id."""
     planned = manifest.read_plan(stages["prompts"].uri)
-    return [Shard(shard.shard, (f"prompts/{shard.shard}",)) for shard in planned if shard.extra["split"] == TRAIN]
+    train = [shard.shard for shard in planned if shard.extra["split"] == TRAIN]
+    return with_earlier(stages["responses"], [Shard(shard, (f"prompts/{shard}",)) for shard in train])
 
 
-async def make_responses(work: StageWork) -> None:
+async def make_responses(work: StageWork) -> Mapping[str, Any] | None:
+    config = work.config.generate
+    salvage = salvage_of(config, work.state.plan, await work.inputs())
+    if salvage is not None:
+        logger.info("%s.", salvage)
     if work.state.missing:
         await answer_missing(work)
     records = (await inspect(work.stage)).records.values()
-    refuse_failed_rows(work.stage, records, work.config.generate.max_failed_share)
+    refuse_failed_rows(work.stage, records, config.max_failed_share)
+    return {"salvage": salvage.to_json()} if salvage is not None else None
 
 
 async def answer_missing(work: StageWork) -> None:
-    config, stage = work.config, work.stage
-    verifier = await materialize_verifier(config.verifier)
+    config, stage, state = work.config, work.stage, work.state
     inputs = await work.inputs()
-    # Rows already answered survive a dead server: the next one is asked for the rest only.
-    partials = {shard.shard: PartialShard() for shard in work.state.missing}
+    rebuilder = await rebuilder_of(config)
+    salvage = salvage_of(config.generate, state.missing, inputs)
+    kept = salvage.kept if salvage is not None else Counter()
+    rows = GenerationProgress(num_rows(state.missing, inputs), rows_before=kept)
+    async with (
+        ServerPool(await launches(work), config.generate, config.generate.servers) as pool,
+        watching(stage, rows, pool, total=num_rows(state.plan, inputs)),
+    ):
 
-    async def attempt() -> None:
-        state = await inspect(stage)
-        rows = GenerationProgress(sum(inputs[name].rows for shard in state.missing for name in shard.inputs))
-        trusted = config.verifier.trust_remote_code
-        async with (
-            serving(config.vllm, verifier, stage, purpose="generation", trust_remote_code=trusted) as server,
-            CompletionClient.to(server, config.generate) as client,
-            StageProgress("responses", len(state.plan), len(state.records)) as progress,
-        ):
+        def job(shard: Shard) -> Callable[[], Coroutine[Any, Any, Any]]:
+            rest = PartialShard()  # rows that a first attempt has left need not be made again
+            shared = (config.generate, pool, rest, rows, rebuilder)
+            return partial(generate_shard, stage, shard, inputs, *shared)
 
-            def job(shard: Shard) -> Callable[[], Coroutine[Any, Any, Any]]:
-                rest = partials[shard.shard]
-                return partial(generate_shard, stage, shard, inputs, config.generate, client, rest, rows, progress)
+        await run_all((job(shard) for shard in state.missing), at_once=shards_at_once(config))
 
-            await run_all((job(shard) for shard in state.missing), at_once=shards_at_once(config))
 
-    await with_restarts(attempt, "Generation's vLLM server")
+def num_rows(shards: Iterable[Shard], inputs: Mapping[str, ShardRecord]) -> int:
+    """One for each prompt."""
+    return sum(inputs[shard.inputs[0]].rows for shard in shards)
+
+
+async def rebuilder_of(config: PipelineConfig) -> Rebuilder | None:
+    """What makes token ids, where the servers are said to send none."""
+    if config.generate.token_source == TOKEN_SOURCE_SERVER:
+        return None
+    return await asyncio.to_thread(Reconstructor.load, config.verifier, config.generate)
+
+
+async def launches(work: StageWork) -> list[Launch]:
+    """What starts each of the stage's servers; for external ones the verifier need not lie on this node."""
+    config, servers = work.config, work.config.generate.servers
+    if servers.external:
+        return external_launches(servers, config.vllm, verifier_name(config.verifier))
+    verifier = await materialize_verifier(config.verifier)
+    trusted = config.verifier.trust_remote_code
+    return replica_launches(servers, config.vllm, verifier, work.stage, trust_remote_code=trusted)
 
 
 def shards_at_once(config: PipelineConfig) -> int:
