@@ -22,7 +22,6 @@ from infra.prompts import to_parquet
 from infra.salvage import kept_rows, salvage_of
 from infra.tables import read_table
 from tasks.generate import generate_shard
-from tasks.progress import StageProgress
 from tests.asking import QUICK, prompts
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
 
@@ -74,10 +73,10 @@ async def answer(config: PipelineConfig, server: FakeOpenAIServer) -> StageRef:
     manifest.write_plan(stage, plan_shards(stages))
     state = manifest.inspect(stage)
     inputs = manifest.input_records(stage, state.plan)
-    rows, progress = GenerationProgress(10), StageProgress("responses", 2)
+    rows = GenerationProgress(10)
     async with CompletionClient(server.base_url, "key", server.model, config.generate) as client:
         for shard in state.missing:
-            await generate_shard.fn(stage, shard, inputs, config.generate, client, PartialShard(), rows, progress)
+            await generate_shard.fn(stage, shard, inputs, config.generate, client, PartialShard(), rows)
     manifest.finish(stage, {})
     return stage
 
