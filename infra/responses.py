@@ -102,7 +102,7 @@ def parse_completion(body: bytes, *, temperature: float, latency_seconds: float)
         choice, usage = whole["choices"][0], whole["usage"]
         message, finish_reason = choice["message"], choice["finish_reason"]
         stopped_by = choice.get("stop_reason", choice.get("matched_stop"))
-        prompt_ids = whole.get("prompt_token_ids", choice.get("prompt_token_ids"))
+        prompt_ids = whole.get("prompt_token_ids") or choice.get("prompt_token_ids")
         completion_ids = choice.get("token_ids")
         answer = Answer(
             reasoning=_text(message.get("reasoning") or message.get("reasoning_content") or None),
