@@ -116,7 +116,7 @@ class ServerPool:
             try:
                 return await client.complete_in_slot(messages, sampling, seed, label=label)
             except ServerError:
-                logger.info("%s was in flight with a server that was lost; another one is asked.", label)
+                logger.debug("%s was in flight with a server that was lost; another one is asked.", label)
         reason = f"in flight when {MAX_SERVER_LOSSES} servers were lost"
         raise RowFailure(reason, temperature=float(sampling["temperature"]))
 
@@ -139,14 +139,15 @@ class ServerPool:
     async def _keep(self, replica: Replica) -> None:
         """Starts a server again each time it is lost, until it is given up."""
         try:
-            for losses in range(1, self._servers.max_restarts + 2):
+            limit = self._servers.max_restarts
+            for restart in range(1, limit + 1):
                 problem = await self._serve(replica)
                 logger.warning(
-                    "Server %d is lost for the %d. time (limit %d); its rows go to the others, and it is started "
-                    "again: %s",
-                    *(replica.number, losses, self._servers.max_restarts, problem),
+                    "Server %d is lost; its rows go to the others, and it is started again (%d of %d times): %s",
+                    *(replica.number, restart, limit, problem),
                 )
-            raise ServerError(f"Server {replica.number} was lost {losses} times, the last time: {problem}")
+            problem = await self._serve(replica)
+            raise ServerError(f"Server {replica.number} was lost {limit + 1} times, the last time: {problem}")
         except ServerError as error:
             replica.given_up = error
             left = sum(other.given_up is None for other in self.replicas)

@@ -7,6 +7,7 @@ None of it changes what is written. What a server must be to write the same (dty
 from __future__ import annotations
 
 import os
+import re
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
@@ -18,6 +19,8 @@ from infra.vllm_config import VllmConfig
 
 EXTERNAL_FIELD = "generate.servers.external"
 KEY_FIELD = "generate.servers.external_key_variable"
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class ServersConfig(Config):
@@ -45,6 +48,13 @@ class ServersConfig(Config):
     @classmethod
     def _base_urls(cls, urls: list[str]) -> list[str]:
         return [_base_url(url) for url in urls]
+
+    @field_validator("external_key_variable")
+    @classmethod
+    def _no_key(cls, name: str | None) -> str | None:
+        if name is not None and not _VARIABLE.fullmatch(name):
+            raise ValueError("is no name of an environment variable; the key itself belongs in no config")
+        return name
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -128,13 +128,20 @@ async def test_a_dead_servers_rows_move_to_the_others_while_it_starts_again() ->
 
 
 async def test_the_window_stays_bounded_when_all_load_falls_on_one_server() -> None:
-    """Every request of a window of 40 fits the connections of the one server that is left."""
+    """Every request of a window of 200 fits the connections of the one server that is left."""
+    full = asyncio.Event()
+
+    async def until_full() -> None:
+        if fake.in_flight == 200:
+            full.set()
+        await full.wait()
+
     fake = FakeOpenAIServer()
-    async with pool_of(Place(lambda _start: fake).launch, concurrency=40) as pool:
+    async with pool_of(Place(lambda _start: fake).launch, concurrency=200) as pool:
         await wait_until(lambda: pool.replicas[0].serving)
-        fake.hold = lambda: wait_until(lambda: fake.in_flight == 40 or fake.requests.total() > 80)
-        await ask(pool, 80)
-    assert fake.max_in_flight == 40
+        fake.hold = until_full
+        await ask(pool, 200)
+    assert fake.max_in_flight == 200
 
 
 async def test_a_row_that_was_in_flight_when_many_servers_died_is_not_asked_again() -> None:

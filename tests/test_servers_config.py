@@ -52,6 +52,7 @@ def test_a_base_url_gets_the_apis_path() -> None:
         ({"external": ["http://user:secret@a:8000"]}, "must hold no credentials"),
         ({"external": ["http://a:8000", "http://a:8000/v1"]}, "names a server twice"),
         ({"external": ["http://a:8000"], "replicas": 2}, "instead of replicas"),
+        ({"external_key_variable": "sk-1234"}, "is no name of an environment variable"),
         ({"replicas": 2, "gpu_sets": [[0]]}, "1 sets for 2 replicas"),
         ({"replicas": 2, "gpu_sets": [[0, 1], [1, 2]]}, "gives a GPU twice"),
     ],
