@@ -97,8 +97,8 @@ class PromptSource(Config):
     """Names of the data set's columns where they differ from ours."""
     turns: Annotated[Literal["last", "first", "all"], CONTENT] = "last"
     """What is answered of a conversation: `last`, its last user turn, after the data set's own history; `first`,
-    its first user turn; `all`, every user turn, one after another, after the verifier's own answers: so too, always,
-    where a data set's history has user turns without an answer between them."""
+    its first user turn; `all`, every user turn, one after another, after the verifier's own answers. A history that
+    has user turns without an answer between them is answered in between, too."""
     domain: Annotated[str, CONTENT, Field(min_length=1)] = "general"
     """Domain of rows that have none of their own (HumanEval's have: `code`)."""
     system: Annotated[Literal["fill", "keep", "replace", "drop"], CONTENT] = "fill"

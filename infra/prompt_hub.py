@@ -7,6 +7,7 @@ no hub and can never read another revision than the one in its key.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import uuid
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,12 @@ from pathlib import Path, PurePosixPath
 from infra.errors import InfrastructureError, InputError
 from infra.prompt_files import Entry, read_entries, table_entries
 
+logger = logging.getLogger("draftsmith.prompts")
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT_SECONDS = 30
 _BATCH_ROWS = 1000
+_MOST_TOLD = 300
 # Data and what describes it; never code, images, or the weights that some put beside them.
 _WANTED = ["*.parquet", "*.json", "*.jsonl", "*.ndjson", "*.csv", "*.tsv", "*.txt", "*.arrow", "*.gz", "*.zst"]
 _DESCRIPTION = ["README.md", ".huggingface.yaml", "dataset_infos.json"]
@@ -48,11 +52,12 @@ def resolve_commit(hub: str, revision: str | None, where: str) -> str:
                 f"{hub} is neither pinned to a commit nor in the hub's cache, and HF_HUB_OFFLINE forbids asking "
                 "the hub; give `revision: <commit>`, or run once with the hub in reach",
             ) from error
-        return reference.read_text().strip()
+        commit = reference.read_text().strip()
     except Exception as error:
         raise _explained(error, hub, revision, where) from error
     if not commit:
         raise InfrastructureError(f"the Hugging Face hub named no commit for the data set {hub}")
+    logger.info("%s is not pinned: its commit is now %s; `revision` would keep it there.", hub, commit)
     return commit
 
 
@@ -100,8 +105,8 @@ def read_split(folder: Path, hub: str, subset: str | None, split: str, where: st
         for table in rows.iter(batch_size=_BATCH_ROWS):
             yield from table_entries(table)
     except Exception as error:  # Of many kinds, the library's and its readers', and none of them mended by a retry.
-        brief = _brief(error).replace(str(folder), hub)
-        raise InputError(where, f"{hub} cannot be read by the `datasets` library: {brief}") from error
+        told = str(error).replace(str(folder), hub)[:_MOST_TOLD] or type(error).__name__
+        raise InputError(where, f"{hub} cannot be read by the `datasets` library: {told}") from error
 
 
 def read_files(folder: Path, hub: str, files: Sequence[str], where: str) -> Iterator[Entry]:

@@ -142,10 +142,14 @@ def _entries(hashes: dict[str, str], where: str) -> Entries:
         for uri, sha256 in hashes.items():
             name = uri.rsplit("/", 1)[-1]
             path = Path(uri.removeprefix("file://"))
-            if uri.startswith("s3://"):
-                path = Path(folder, "prompts")
-                storage.get_file(uri, path)
-            with closing(read_entries(path, name, where)) as entries:
-                yield from entries
-            if file_sha256(path) != sha256:
+            try:
+                if uri.startswith("s3://"):
+                    path = Path(folder, "prompts")
+                    storage.get_file(uri, path)
+                with closing(read_entries(path, name, where)) as entries:
+                    yield from entries
+                unchanged = file_sha256(path) == sha256
+            except FileNotFoundError:
+                unchanged = False
+            if not unchanged:
                 raise InputError(where, f"{name} was changed while it was read; run again")
