@@ -84,7 +84,7 @@ async def watch(server: WatchedServer, client: CompletionClient, hang_timeout_se
     stall = StallWatch(hang_timeout_seconds)
     look_seconds = min(MAX_LOOK_SECONDS, hang_timeout_seconds / LOOKS_PER_TIMEOUT)
     while not await client.gone_within(look_seconds):
-        if not server.alive():
+        if not await asyncio.to_thread(server.alive):  # it may have to sweep up after a killed guard
             client.declare_gone(str(server.failure("has ended")))
             continue
         engines = await _engines(server, timeout_seconds=min(METRICS_TIMEOUT_SECONDS, hang_timeout_seconds / 2))
