@@ -22,7 +22,7 @@ from infra.manifest import Shard, ShardRecord
 from infra.prompts import TRAIN
 from infra.reconstruct import Reconstructor
 from infra.responses import TOKEN_SOURCE_SERVER
-from infra.salvage import salvage_of, with_earlier
+from infra.salvage import Salvage, refuse_kept_failures, salvage_of, with_earlier
 from infra.server_pool import Launch, ServerPool
 from infra.verifier import verifier_name
 from tasks.generate import generate_shard
@@ -46,10 +46,17 @@ def plan_shards(stages: Stages) -> list[Shard]:
     return with_earlier(stages["responses"], [Shard(shard, (f"prompts/{shard}",)) for shard in train])
 
 
+def planned_salvage(config: PipelineConfig, stages: Stages) -> Salvage | None:
+    """What would be kept of an earlier stage and what made anew; None where nothing is salvaged."""
+    shards = plan_shards(stages)
+    return salvage_of(config.generate, shards, manifest.input_records(stages["responses"], shards))
+
+
 async def make_responses(work: StageWork) -> Mapping[str, Any] | None:
     config = work.config.generate
     salvage = salvage_of(config, work.state.plan, await work.inputs())
     if salvage is not None:
+        refuse_kept_failures(salvage, config.max_failed_share)
         logger.info("%s.", salvage)
     if work.state.missing:
         await answer_missing(work)

