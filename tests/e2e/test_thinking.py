@@ -28,18 +28,24 @@ from infra.vllm_server import VllmConfig, VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-BUDGET = 16
+# What the template opens the thought with; without a word in it the small verifier loses its thread.
+OPENING = "<think>Let me think about this."
+BUDGET = 24  # tokens of a thought, the opening's included
 # Past the budget, so that the small verifier, whose answers are short, does not end its turn within the thought.
-MIN_TOKENS = 22
+MIN_TOKENS = 28
+# Neither <|endoftext|> nor <|im_start|>, with which it would go on as the user: such tokens do not show in the text.
+BIAS = {"0": -100, "1": -100}
 RENAMED = {"<issue_comment>": "<think>", "<jupyter_text>": "</think>"}
 # Earlier thoughts are left out, as in the templates of most verifiers that think, unless `keep` is given.
-TEMPLATE = """\
+TEMPLATE = (
+    """\
 {% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}\
 {% if keep is defined and message['role'] == 'assistant' %}\
-{{ '<think>' + message['reasoning_content'] + '</think>' }}\
+{{ 'OPENING' + message['reasoning_content'] + '</think>' }}\
 {% endif %}{{ message['content'] + '<|im_end|>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}\
-{{ '<think></think>' if thinking is defined and not thinking else '<think>' }}{% endif %}"""
+{{ '<think></think>' if thinking is defined and not thinking else 'OPENING' }}{% endif %}"""
+).replace("OPENING", OPENING)
 QUESTIONS = (
     "What is the capital of France?",
     "Name three colours of the rainbow.",
@@ -90,7 +96,7 @@ def generate_config(
     max_tokens: int = 64, extra_body: dict[str, Any] | None = None, **changes: Any
 ) -> GenerateConfig:
     fields = {"temperature": 0.0, "max_tokens": max_tokens, "concurrency": 8}
-    steering = {"thinking_token_budget": BUDGET, "min_tokens": min(MIN_TOKENS, max_tokens)}
+    steering = {"thinking_token_budget": BUDGET, "min_tokens": min(MIN_TOKENS, max_tokens), "logit_bias": BIAS}
     return GenerateConfig(**(fields | changes), extra_body=steering | (extra_body or {}))
 
 
@@ -112,17 +118,17 @@ async def test_a_verifier_that_thinks(thinker: Path, token: str, tmp_path: Path)
 async def _check_capture(client: CompletionClient, thinker: Path) -> None:
     """Every row holds the thought, the answer, and the very ids that both were decoded from."""
     tokenizer = AutoTokenizer.from_pretrained(thinker)
-    start, end = (tokenizer.convert_tokens_to_ids(name) for name in ("<think>", "</think>"))
+    end = tokenizer.convert_tokens_to_ids("</think>")
     rows = await generate_rows(client, [prompt(question) for question in QUESTIONS], generate_config())
     assert {row["status"] for row in rows} <= {"ok", "truncated"}
     assert {row["token_source"] for row in rows} == {"server"}
     for row in rows:
         ids, num_prompt = row["input_ids"], row["num_prompt_tokens"]
         assert row["loss_mask"] == [False] * num_prompt + [True] * row["num_completion_tokens"]
-        assert ids[num_prompt - 1] == start
+        assert tokenizer.decode(ids[:num_prompt]).endswith(OPENING)
         completion = ids[num_prompt:]
         assert completion.count(end) == 1
-        assert abs(completion.index(end) - BUDGET) <= 1  # give or take how vLLM counts
+        assert BUDGET / 2 < completion.index(end) <= BUDGET
         ending = "<|im_end|>" if row["status"] == "ok" else ""
         assert row["reasoning"]
         assert row["content"]
