@@ -13,7 +13,7 @@ from typing import Protocol
 
 from infra.completion_client import CompletionClient, Served
 from infra.errors import ServerError
-from infra.vllm_metrics import ServerProgress, parse_engines
+from infra.vllm_metrics import EngineWork, parse_engines
 
 MAX_LOOK_SECONDS = 5.0
 LOOKS_PER_TIMEOUT = 20
@@ -42,21 +42,20 @@ class StallWatch:
         self._timeout_seconds = timeout_seconds
         self._moved: dict[str, tuple[int, float]] = {}  # tokens, and when that number was new or nothing was to do
 
-    def problem(
-        self, engines: Mapping[str, ServerProgress] | None, *, silent_seconds: float, now: float
-    ) -> str | None:
+    def problem(self, engines: Mapping[str, EngineWork], *, silent_seconds: float, now: float) -> str | None:
         """What is wrong with the server, if anything.
 
         Args:
-            engines: its counters by engine; None where it did not give them this time. A server that never gave
-                any is not judged: its requests' own time limits tell.
+            engines: its counters by engine; nothing where it did not give them this time. A server that never
+                gave any is not judged: its requests' own time limits tell.
             silent_seconds: how long it has had requests of ours and answered none; 0 without any.
             now: seconds of any clock that only goes forward.
         """
-        for name, engine in (engines or {}).items():
-            self._note(f"engine {name}", engine, engine.num_requests_running > 0, now)
+        for name, engine in engines.items():
+            self._note(f"engine {name}", engine.num_tokens, engine.num_requests_running > 0, now)
         if engines:
-            self._note(_WHOLE, _sum(engines), silent_seconds > 0, now)
+            tokens = sum(engine.num_tokens for engine in engines.values())
+            self._note(_WHOLE, tokens, silent_seconds > 0, now)
         for name, (_, since) in self._moved.items():
             still_seconds = now - since
             if name == _WHOLE or not engines:  # an unread page says nothing of a single engine
@@ -65,15 +64,9 @@ class StallWatch:
                 return f"{name} has requests, and no token has moved for {still_seconds:.0f} s (a hang)"
         return None
 
-    def _note(self, name: str, counts: ServerProgress, busy: bool, now: float) -> None:
-        tokens = counts.num_generation_tokens + counts.num_prompt_tokens
+    def _note(self, name: str, tokens: int, busy: bool, now: float) -> None:
         if not busy or name not in self._moved or self._moved[name][0] != tokens:
             self._moved[name] = tokens, now
-
-
-def _sum(engines: Mapping[str, ServerProgress]) -> ServerProgress:
-    tokens = sum(engine.num_generation_tokens + engine.num_prompt_tokens for engine in engines.values())
-    return ServerProgress(tokens, 0, 0, 0, None)
 
 
 async def watch(server: WatchedServer, client: CompletionClient, hang_timeout_seconds: float) -> str:
@@ -94,9 +87,9 @@ async def watch(server: WatchedServer, client: CompletionClient, hang_timeout_se
     return client.gone or ""
 
 
-async def _engines(server: WatchedServer, timeout_seconds: float) -> dict[str, ServerProgress] | None:
+async def _engines(server: WatchedServer, timeout_seconds: float) -> dict[str, EngineWork]:
     try:
         async with asyncio.timeout(timeout_seconds):
             return parse_engines(await server.metrics_text())
     except (ServerError, TimeoutError):
-        return None
+        return {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from infra.liveness import StallWatch
-from infra.vllm_metrics import ServerProgress
+from infra.vllm_metrics import EngineWork
 
 
-def engine(tokens: int, running: int = 0) -> ServerProgress:
-    return ServerProgress(tokens, 0, running, 0, None)
+def engine(tokens: int, running: int = 0) -> EngineWork:
+    return EngineWork(tokens, running)
 
 
 class Looks:
@@ -17,11 +17,11 @@ class Looks:
         self.watch = StallWatch(100.0)
         self.now = 0.0
 
-    def look(self, silent_seconds: float, **engines: ServerProgress) -> str | None:
+    def look(self, silent_seconds: float, **engines: EngineWork) -> str | None:
         self.now += 10.0
-        return self.watch.problem(engines or None, silent_seconds=silent_seconds, now=self.now)
+        return self.watch.problem(engines, silent_seconds=silent_seconds, now=self.now)
 
-    def problems(self, count: int, *, asked: bool, **engines: ServerProgress) -> list[str]:
+    def problems(self, count: int, *, asked: bool, **engines: EngineWork) -> list[str]:
         """Of that many looks at the same counters; `asked`: our requests are unanswered since ten seconds before."""
         found = [self.look(10.0 * number if asked else 0.0, **engines) for number in range(1, count + 1)]
         return [problem for problem in found if problem]
