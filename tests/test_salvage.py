@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from flows.config import PipelineConfig, load_config
-from flows.generate import plan_shards, planned_salvage
+from flows.forecast import forecast
+from flows.generate import generate, plan_shards, planned_salvage
 from flows.resolve import resolve
 from infra import manifest, storage
 from infra.errors import DamagedShard, InputError
@@ -175,6 +178,42 @@ async def test_a_damaged_earlier_shard_is_named_and_nothing_is_taken_from_it(
     path.write_bytes(path.read_bytes()[:-1] + b"X")
     with pytest.raises(DamagedShard, match=earlier.key):
         kept_rows(stages["responses"], first, inputs, config.generate)
+
+
+@pytest.fixture(scope="module")
+def prefect_server() -> Iterator[None]:
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.mark.prefect
+@pytest.mark.usefixtures("prefect_server")
+async def test_the_stage_says_in_its_log_and_manifest_what_it_has_kept(
+    tree: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def config(server: FakeOpenAIServer, **more: Any) -> PipelineConfig:
+        servers = {"external": [server.base_url], "external_model": server.model}
+        return pipeline(tree, servers=servers, max_failed_share=0.1, **more)
+
+    async with FakeOpenAIServer(reply()) as server:
+        write_prompts(config(server))
+        first = await generate(config(server))
+    assert "salvage" not in (manifest.read_manifest(first["uri"]) or {})
+    async with FakeOpenAIServer(reply(limit_matters=False)) as server:
+        second = config(server, redo_from=first["key"], redo=["truncated"], max_tokens=160)
+        (planned,) = [row for row in forecast(second) if row["stage"] == "responses"]
+        with caplog.at_level(logging.INFO):
+            made = await generate(second)
+        assert await generate(second) == {**made, "reused": True}
+    kept = f"7 rows of responses/{first['key']} are kept as they are, 3 are made anew (3 truncated)"
+    assert planned["detail"] == f"3 requests, at most 480 new tokens; {kept}"
+    assert kept + "." in caplog.messages
+    assert {name: server.requests[name] for name in LONG} == dict.fromkeys(LONG, 1)
+    assert made["totals"]["status_counts"] == {"ok": 9, "truncated": 0, "failed": 1}
+    written = manifest.read_manifest(made["uri"]) or {}
+    assert written["salvage"] == {"redo_from": first["key"], "rows_kept": 7, "rows_made_anew": {"truncated": 3}}
 
 
 # --- what cannot be salvaged
