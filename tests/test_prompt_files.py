@@ -76,8 +76,13 @@ def test_one_object_is_one_row(tmp_path: Path) -> None:
     assert entries(tmp_path / "q.json", b'{\n "prompt":\n "Why?"\n}') == [{"prompt": "Why?"}]
     assert entries(tmp_path / "q.json", b"") == []
     assert entries(tmp_path / "q.json", b"[]") == []
-    assert entries(tmp_path / "q.json", b'[1, 23, "a", null]') == [1, 23, "a", None]
     assert entries(tmp_path / "q.csv", b"") == []
+
+
+def test_an_item_is_not_cut_where_a_chunk_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for chunk in range(1, 20):
+        monkeypatch.setattr(prompt_files, "_CHUNK_CHARACTERS", chunk)
+        assert entries(tmp_path / "q.json", b'[1, 2345, "a", null, {"b": 67}]') == [1, 2345, "a", None, {"b": 67}]
 
 
 @pytest.mark.parametrize("ending", ["json", "csv", "jsonl", "parquet"])
