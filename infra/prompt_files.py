@@ -75,15 +75,15 @@ def read_lines(file: IO[bytes]) -> Iterator[Entry]:
 
 
 def table_entries(table: pa.Table | pa.RecordBatch) -> Iterator[Entry]:
-    """The rows of an Arrow table. One text that is not UTF-8 costs its own row only."""
+    """The rows of an Arrow table. What Python cannot hold (no UTF-8, the year 10000) costs its own row only."""
     try:
         yield from table.to_pylist()
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):
         for index in range(table.num_rows):
             try:
                 yield table.slice(index, 1).to_pylist()[0]
-            except UnicodeDecodeError:
-                yield UnusableRow("broken_utf8")
+            except (ValueError, OverflowError) as error:
+                yield UnusableRow("broken_utf8" if isinstance(error, UnicodeDecodeError) else "wrong_type")
 
 
 def _parquet(path: Path) -> Iterator[Entry]:
@@ -148,7 +148,7 @@ def _items(text: IO[str], buffer: str) -> Iterator[Entry]:
         end, problem = len(buffer), "its list is not closed"
         try:
             item, end = decoder.raw_decode(buffer, position)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             problem = str(error)
         if end < len(buffer):
             yield item

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
@@ -13,12 +14,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infra import prompt_files, prompt_sources, storage
 from infra.errors import InputError
 from infra.fingerprint import sha256_hex
 from infra.prompt_config import PromptSource
 from infra.prompt_files import UnusableRow, read_entries
+from infra.prompt_rows import conversation
 from infra.prompt_sources import open_source
 
 ROWS: list[dict[str, Any]] = [
@@ -105,6 +109,30 @@ def test_a_text_that_is_not_utf8_costs_its_row_only(tmp_path: Path, ending: str)
         assert str(broken) == "broken_utf8"
     else:  # half a surrogate pair, which the checks of the row refuse
         assert broken == {"prompt": "caf\udce9"}
+
+
+def test_a_value_that_python_cannot_hold_costs_its_row_only(tmp_path: Path) -> None:
+    times = pa.array([0, 2**60, 0], pa.timestamp("s"))
+    table = pa.table({"prompt": ["a", "b", "c"], "time": times})
+    first, broken, last = prompt_files.table_entries(table)
+    assert (first["prompt"], str(broken), last["prompt"]) == ("a", "wrong_type", "c")
+    number = b"[" + b"9" * 5000 + b"]"
+    assert [str(entry) for entry in entries(tmp_path / "q.jsonl", number)] == ["broken_json"]
+    with pytest.raises(InputError, match=r"^field: q\.json is no whole json file"):
+        entries(tmp_path / "q.json", number)
+
+
+def test_a_nul_reaches_the_checks_of_its_row(tmp_path: Path) -> None:
+    assert entries(tmp_path / "q.csv", b"prompt\na\0b\nc\n") == [{"prompt": "a\0b"}, {"prompt": "c"}]
+
+
+@given(data=st.lists(st.binary() | st.text().map(str.encode) | st.just(b'{"prompt": "a"}')).map(b"\n".join))
+def test_no_line_stops_the_rest(data: bytes) -> None:
+    rows = list(prompt_files.read_lines(io.BytesIO(data + b'\n{"prompt": "last"}')))
+    assert rows[-1] == {"prompt": "last"}
+    for row in rows:
+        with contextlib.suppress(UnusableRow):
+            conversation(row, PromptSource(file="q.jsonl"))
 
 
 @pytest.mark.parametrize(
