@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -69,12 +69,11 @@ async def answer_missing(work: StageWork) -> None:
     config, stage, state = work.config, work.stage, work.state
     inputs = await work.inputs()
     rebuilder = await rebuilder_of(config)
-    salvage = salvage_of(config.generate, state.missing, inputs)
-    kept = salvage.kept if salvage is not None else Counter()
-    rows = GenerationProgress(num_rows(state.missing, inputs), rows_before=kept)
+    num_rows = sum(inputs[shard.inputs[0]].rows for shard in state.plan)  # one for each prompt
+    rows = GenerationProgress(num_rows, config.generate.max_failed_share, rows_before(work, inputs))
     async with (
         ServerPool(await launches(work), config.generate, config.generate.servers) as pool,
-        watching(stage, rows, pool, total=num_rows(state.plan, inputs)),
+        watching(stage, rows, pool),
     ):
 
         def job(shard: Shard) -> Callable[[], Coroutine[Any, Any, Any]]:
@@ -85,9 +84,13 @@ async def answer_missing(work: StageWork) -> None:
         await run_all((job(shard) for shard in state.missing), at_once=shards_at_once(config))
 
 
-def num_rows(shards: Iterable[Shard], inputs: Mapping[str, ShardRecord]) -> int:
-    """One for each prompt."""
-    return sum(inputs[shard.inputs[0]].rows for shard in shards)
+def rows_before(work: StageWork, inputs: Mapping[str, ShardRecord]) -> Counter[str]:
+    """Rows that need not be made, by status: of committed shards, and kept of an earlier stage for the others."""
+    salvage = salvage_of(work.config.generate, work.state.missing, inputs)
+    counts = Counter(salvage.kept if salvage is not None else {})
+    for record in work.state.records.values():
+        counts.update(record.status_counts)
+    return counts
 
 
 async def rebuilder_of(config: PipelineConfig) -> Rebuilder | None:

@@ -48,11 +48,11 @@ class GenerationProgress:
     """
 
     num_rows: int
-    """Rows of the shards that are to be made."""
+    """Rows of the whole stage."""
     max_failed_share: float = 1.0
     """`add` raises once more rows have failed than this share of `num_rows`: no other row can mend that."""
     rows_before: Counter[str] = field(default_factory=Counter)
-    """Rows among them that are there already, by status: taken from an earlier stage, or left by a lost server."""
+    """Rows among them that are there already, by status: committed earlier, or taken from an earlier stage."""
     num_completion_tokens: int = 0
     """Of the rows made."""
     started: float = field(default_factory=time.monotonic)

@@ -36,29 +36,26 @@ class Servers(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def watching(
-    stage: StageRef, rows: GenerationProgress, servers: Servers, *, total: int
-) -> AsyncIterator[None]:
+async def watching(stage: StageRef, rows: GenerationProgress, servers: Servers) -> AsyncIterator[None]:
     """Shows `rows` in the UI, on the terminal, as gauges and now and then in the log, while the context lasts.
 
     Args:
         rows: counted by whoever makes the rows.
         servers: asked for their load every `SERVERS_EVERY_SECONDS`.
-        total: rows of the whole stage, those of shards committed earlier included.
     """
-    async with StageProgress(stage.stage, total, total - rows.num_rows + rows.rows_done, unit="rows") as progress:
-        watcher = asyncio.create_task(_keep_showing(stage, rows, servers, progress, total))
+    async with StageProgress(stage.stage, rows.num_rows, rows.rows_done, unit="rows") as progress:
+        watcher = asyncio.create_task(_keep_showing(stage, rows, servers, progress))
         try:
             yield
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)  # a display that broke is no reason to fail
-            _show(stage, rows, progress, total)
+            _show(stage, rows, progress)
             end_generation(stage)
 
 
 async def _keep_showing(
-    stage: StageRef, rows: GenerationProgress, servers: Servers, progress: StageProgress, total: int
+    stage: StageRef, rows: GenerationProgress, servers: Servers, progress: StageProgress
 ) -> None:
     next_servers = time.monotonic()
     next_log = next_servers + LOG_EVERY_SECONDS
@@ -69,17 +66,17 @@ async def _keep_showing(
         if now >= next_servers:
             next_servers = now + SERVERS_EVERY_SECONDS
             rows.see_servers(await _loads(servers))
-        _show(stage, rows, progress, total)
+        _show(stage, rows, progress)
         if now >= next_log:
             next_log = now + LOG_EVERY_SECONDS
             logger.info("%s.", progress.text())
         await asyncio.sleep(UPDATE_SECONDS)
 
 
-def _show(stage: StageRef, rows: GenerationProgress, progress: StageProgress, total: int) -> None:
+def _show(stage: StageRef, rows: GenerationProgress, progress: StageProgress) -> None:
     rows.sample()
     show_generation(stage, rows)
-    progress.at(total - rows.num_rows + rows.rows_done)
+    progress.at(rows.rows_done)
     progress.detail(str(rows), rows.eta_seconds)
 
 

@@ -110,8 +110,8 @@ def gauge(name: str, **labels: str) -> float | None:
 async def test_a_stage_is_shown_in_the_ui_and_as_gauges_and_what_breaks_there_stops_nothing(
     artifacts: list[str],
 ) -> None:
-    rows, servers = GenerationProgress(num_rows=6, rows_before=Counter(ok=2)), Servers()
-    async with watching(STAGE, rows, servers, total=10):
+    rows, servers = GenerationProgress(num_rows=10, rows_before=Counter(ok=6)), Servers()
+    async with watching(STAGE, rows, servers):
         await asyncio.sleep(0.3)
         servers.in_flight = 4
         rows.add(row())
@@ -120,13 +120,13 @@ async def test_a_stage_is_shown_in_the_ui_and_as_gauges_and_what_breaks_there_st
         assert gauge("requests_waiting") == 4
         assert gauge("kv_cache_usage") == 0.5
         assert (gauge("eta_seconds") or 0) > 0
-    assert gauge("rows", status="ok") == 3
+    assert gauge("rows", status="ok") == 7
     assert gauge("rows", status="truncated") == 1
     assert gauge("rows_left") == 2
     assert gauge("requests_waiting") is None, "it holds only while the stage runs"
     assert artifacts[0].startswith("responses: 6 of 10 rows")
     assert "responses: 8 of 10 rows, about " in artifacts[-1]
-    assert "3 ok, 1 truncated" in artifacts[-1]
+    assert "7 ok, 1 truncated" in artifacts[-1]
     assert "60 requests running, 4 waiting, KV cache 50% full" in artifacts[-1]
     assert 3 <= servers.asked <= 8, "asked at a bounded rate, and again after an error"
     assert len(artifacts) < 20
@@ -135,14 +135,14 @@ async def test_a_stage_is_shown_in_the_ui_and_as_gauges_and_what_breaks_there_st
 async def test_the_clock_begins_when_a_server_has_requests(artifacts: list[str]) -> None:
     rows, servers = GenerationProgress(num_rows=6), Servers()
     rows.started -= 1800
-    async with watching(STAGE, rows, servers, total=6):
+    async with watching(STAGE, rows, servers):
         await asyncio.sleep(0.2)
     assert rows.elapsed_seconds < 10
 
 
 async def test_an_error_of_the_work_is_raised_itself(artifacts: list[str]) -> None:
     async def work() -> None:
-        async with watching(STAGE, GenerationProgress(num_rows=6), Servers(), total=6):
+        async with watching(STAGE, GenerationProgress(num_rows=6), Servers()):
             await asyncio.sleep(0.1)
             raise ServerError("gone")
 
