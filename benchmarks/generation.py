@@ -50,21 +50,23 @@ NUM_WARMUP_SHARDS = 8
 WORDS = 100
 
 # Both read the API key from their environment: it belongs in no command line.
+# The file is read here, for vLLM's own reader wants pandas, which its CPU package does not bring.
 VLLM_BENCH = """
-import argparse, sys
+import argparse, json, sys
+from vllm.benchmarks.datasets import CustomDataset
 from vllm.benchmarks.serve import add_cli_args, main
-try:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser
-except ImportError:
-    Parser = argparse.ArgumentParser
-parser = Parser()
+def load_data(self):
+    with open(self.dataset_path) as file:
+        self.data = [json.loads(line) for line in file]
+CustomDataset.load_data = load_data
+parser = argparse.ArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args(sys.argv[1:]))
 """
 # It has no option for an API key; and what it counts, it only logs.
 SPECULATORS = """
-import json, os, sys, time, aiohttp, typer
-from speculators.cli import regenerate_responses as module
+import importlib, json, os, time, aiohttp, typer
+module = importlib.import_module("speculators.cli.regenerate_responses")
 session = aiohttp.ClientSession
 key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
 aiohttp.ClientSession = lambda *, headers=None, **more: session(headers={**(headers or {}), **key}, **more)
@@ -169,7 +171,7 @@ async def vllm_bench(
     command += ["--base-url", server.base_url.removesuffix("/v1"), "--endpoint", "/v1/chat/completions"]
     command += ["--model", server.served_name, "--max-concurrency", str(CONCURRENCY), "--temperature", "0"]
     command += ["--dataset-name", "custom", "--dataset-path", str(folder / "vllm.jsonl"), "--skip-chat-template"]
-    command += ["--num-prompts", str(num_prompts), "--custom-output-len", str(max_tokens), "--disable-shuffle"]
+    command += ["--num-prompts", str(num_prompts), "--custom-output-len", str(max_tokens)]
     command += ["--save-result", "--result-dir", str(folder), "--result-filename", result.name]
     await run(command, server.api_key)
     said = json.loads(result.read_text(encoding="utf-8"))
@@ -193,7 +195,14 @@ async def speculators(server: VllmServer, folder: Path, max_tokens: int) -> floa
 
 async def run(command: list[str], api_key: str) -> str:
     """The output of a command that must succeed."""
-    environment = {**os.environ, "OPENAI_API_KEY": api_key, "HF_HUB_OFFLINE": "1", "no_proxy": "127.0.0.1"}
+    # Nothing of ours may shadow what the others import; a proxy is for the outside world.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": "",
+        "OPENAI_API_KEY": api_key,
+        "HF_HUB_OFFLINE": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
