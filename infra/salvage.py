@@ -97,6 +97,8 @@ def with_earlier(stage: StageRef, shards: Sequence[Shard]) -> list[Shard]:
     _refuse_other("prompts", content, stage, lambda of: of["upstream"]["prompts"])
     _refuse_other("verifier", content, stage, lambda of: of["revisions"]["verifier"])
     _refuse_other("schema version", content, stage, lambda of: of["schema_version"])
+    # Kept rows have their masks already: one stage must not mix two meanings.
+    _refuse_other("generate.loss_on", content, stage, lambda of: of["config"].get("loss_on", "its default"))
     records = manifest.read_records(stage.earlier_uri)
     lacking = [shard.shard for shard in shards if shard.shard not in records]
     if lacking:

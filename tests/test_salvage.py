@@ -239,6 +239,11 @@ async def test_other_prompts_are_refused_and_both_named(tree: dict[str, Any], ea
     refuse(config, "prompts", earlier.content["upstream"]["prompts"], resolve(config)["prompts"].key)
 
 
+async def test_another_meaning_of_the_loss_mask_is_refused(tree: dict[str, Any], earlier: StageRef) -> None:
+    config = pipeline(tree, redo_from=earlier.key, redo=["failed"], loss_on="all_turns")
+    refuse(config, "generate.loss_on", "its default", "all_turns")
+
+
 async def test_a_stage_with_a_hole_is_refused(tree: dict[str, Any], earlier: StageRef) -> None:
     await asyncio.to_thread(manifest.invalidate, earlier.uri, "00001")
     refuse(pipeline(tree, redo_from=earlier.key, redo=["failed"]), "lacks 1 of 2 shards (00001", "own config")
