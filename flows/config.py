@@ -55,10 +55,20 @@ class PipelineConfig(Config):
     def _answers_fit(self) -> Self:
         longest = self.vllm.max_model_len
         for section, limit in (("generate", self.generate.max_tokens), ("evaluate", self.evaluate.max_tokens)):
-            if longest is not None and limit >= longest:
+            if longest is not None and limit >= longest - 1:  # extraction must be able to add a token
                 raise ValueError(
                     f"{section}.max_tokens: {limit} leaves no room for a prompt in vllm.max_model_len "
                     f"{longest}; lower the one or raise the other"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _gpus_fit(self) -> Self:
+        for gpus in self.generate.servers.gpu_sets or []:
+            if len(gpus) != self.vllm.gpus_per_server:
+                raise ValueError(
+                    f"generate.servers.gpu_sets: {gpus} has {len(gpus)} GPUs, but the parallel sizes of vllm "
+                    f"(tensor x pipeline x data) need {self.vllm.gpus_per_server}"
                 )
         return self
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flows.config import PipelineConfig
+from flows.generate import planned_salvage
 from flows.resolve import resolve
 from infra import manifest
 from infra.manifest import StageRef, StageState
@@ -38,7 +39,7 @@ def forecast(config: PipelineConfig) -> list[dict[str, Any]]:
     """For each stage: its key, whether it will be reused, continued or made, and what that costs at most."""
     stages = resolve(config)
     states = {name: manifest.inspect(stage) for name, stage in stages.items()}
-    costs = _costs(config)
+    costs = _costs(config, stages)
     rows, stale = [], False
     for name, stage in stages.items():
         state = states[name]
@@ -59,17 +60,20 @@ def _reuse_detail(state: StageState) -> str:
     return f"{len(state.plan)} shards, {totals['rows']} rows, {_size(totals['size_bytes'])}"
 
 
-def _costs(config: PipelineConfig) -> dict[str, Callable[[], str]]:
+def _costs(config: PipelineConfig, stages: Mapping[str, StageRef]) -> dict[str, Callable[[], str]]:
     """What each stage costs when made from nothing; upper bounds, from the config and the prompts alone."""
     prompts = load_prompts(config.prompts)
     samples, heldout = len(prompts.train), len(prompts.heldout)
-    new_tokens = samples * config.generate.max_tokens
+    salvage = planned_salvage(config, stages)
+    requests = samples if salvage is None else salvage.redone.total()
+    kept = "" if salvage is None else f"; {salvage}"
+    longest = config.generate.max_tokens
     measured = sum(config.evaluate.num_prompts) * config.evaluate.rounds * len(config.evaluate.methods)
     steps = config.train.num_steps
     return {
         "prompts": lambda: f"{samples} train samples, {heldout} heldout prompts",
-        "responses": lambda: f"{samples} requests, at most {new_tokens:,} new tokens",
-        "hidden_states": lambda: f"{samples} samples, {_state_bytes(config, new_tokens)}",
+        "responses": lambda: f"{requests} requests, at most {requests * longest:,} new tokens{kept}",
+        "hidden_states": lambda: f"{samples} samples, {_state_bytes(config, samples * longest)}",
         "vocab": lambda: f"{config.vocab.draft_vocab_size:,} token ids",
         "drafts": lambda: f"{steps:,} optimizer steps" if steps else f"{config.train.epochs:g} epochs",
         "evaluations": lambda: f"{measured} requests of at most {config.evaluate.max_tokens} tokens",

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
 from prefect import flow
 
 from flows.config import PipelineConfig
-from flows.stage import (
-    Stages,
-    StageWork,
-    Summary,
-    inspect,
-    own_inputs,
-    refuse_failed_rows,
-    run_all,
-    run_stage,
-    with_restarts,
-)
+from flows.stage import Stages, StageWork, Summary, inspect, own_inputs, refuse_failed_rows, run_all, run_stage
 from infra import manifest
-from infra.inference import CompletionClient, PartialShard
-from infra.inference import Progress as RowProgress
-from infra.manifest import Shard
+from infra.conversations import Rebuilder
+from infra.generation_progress import GenerationProgress
+from infra.inference import PartialShard
+from infra.manifest import Shard, ShardRecord
 from infra.prompts import TRAIN
+from infra.reconstruct import Reconstructor
+from infra.responses import TOKEN_SOURCE_SERVER
+from infra.salvage import Salvage, refuse_kept_failures, salvage_of, with_earlier
+from infra.server_pool import Launch, ServerPool
+from infra.verifier import verifier_name
 from tasks.generate import generate_shard
-from tasks.progress import StageProgress
-from tasks.server import serving
+from tasks.generation_watch import watching
+from tasks.server import external_launches, replica_launches
 from tasks.verifier import materialize_verifier
+
+logger = logging.getLogger("draftsmith.generate")
 
 
 @flow(name="generate", flow_run_name="generate {config.root}")
@@ -41,40 +42,74 @@ async def generate(config: PipelineConfig) -> Summary:
 def plan_shards(stages: Stages) -> list[Shard]:
     """One shard of responses for each shard of train prompts, under the same id."""
     planned = manifest.read_plan(stages["prompts"].uri)
-    return [Shard(shard.shard, (f"prompts/{shard.shard}",)) for shard in planned if shard.extra["split"] == TRAIN]
+    train = [shard.shard for shard in planned if shard.extra["split"] == TRAIN]
+    return with_earlier(stages["responses"], [Shard(shard, (f"prompts/{shard}",)) for shard in train])
 
 
-async def make_responses(work: StageWork) -> None:
+def planned_salvage(config: PipelineConfig, stages: Stages) -> Salvage | None:
+    """What would be kept of an earlier stage and what made anew; None where nothing is salvaged."""
+    if config.generate.redo_from is None:
+        return None
+    shards = plan_shards(stages)
+    return salvage_of(config.generate, shards, manifest.input_records(stages["responses"], shards))
+
+
+async def make_responses(work: StageWork) -> Mapping[str, Any] | None:
+    config = work.config.generate
+    salvage = salvage_of(config, work.state.plan, await work.inputs())
+    if salvage is not None:
+        refuse_kept_failures(salvage, config.max_failed_share)
+        logger.info("%s.", salvage)
     if work.state.missing:
         await answer_missing(work)
     records = (await inspect(work.stage)).records.values()
-    refuse_failed_rows(work.stage, records, work.config.generate.max_failed_share)
+    refuse_failed_rows(work.stage, records, config.max_failed_share)
+    return {"salvage": salvage.to_json()} if salvage is not None else None
 
 
 async def answer_missing(work: StageWork) -> None:
-    config, stage = work.config, work.stage
-    verifier = await materialize_verifier(config.verifier)
+    config, stage, state = work.config, work.stage, work.state
     inputs = await work.inputs()
-    # Rows already answered survive a dead server: the next one is asked for the rest only.
-    partials = {shard.shard: PartialShard() for shard in work.state.missing}
+    rebuilder = await rebuilder_of(config)
+    num_rows = sum(inputs[shard.inputs[0]].rows for shard in state.plan)  # one for each prompt
+    rows = GenerationProgress(num_rows, config.generate.max_failed_share, rows_before(work, inputs))
+    async with (
+        ServerPool(await launches(work), config.generate, config.generate.servers) as pool,
+        watching(stage, rows, pool),
+    ):
 
-    async def attempt() -> None:
-        state = await inspect(stage)
-        rows = RowProgress(sum(inputs[name].rows for shard in state.missing for name in shard.inputs))
-        trusted = config.verifier.trust_remote_code
-        async with (
-            serving(config.vllm, verifier, stage, purpose="generation", trust_remote_code=trusted) as server,
-            CompletionClient.to(server, config.generate) as client,
-            StageProgress("responses", len(state.plan), len(state.records)) as progress,
-        ):
+        def job(shard: Shard) -> Callable[[], Coroutine[Any, Any, Any]]:
+            rest = PartialShard()  # rows that a first attempt has left need not be made again
+            shared = (config.generate, pool, rest, rows, rebuilder)
+            return partial(generate_shard, stage, shard, own_inputs(shard, inputs), *shared)
 
-            def job(shard: Shard) -> Callable[[], Coroutine[Any, Any, Any]]:
-                read, rest = own_inputs(shard, inputs), partials[shard.shard]
-                return partial(generate_shard, stage, shard, read, config.generate, client, rest, rows, progress)
+        await run_all((job(shard) for shard in state.missing), at_once=shards_at_once(config))
 
-            await run_all((job(shard) for shard in state.missing), at_once=shards_at_once(config))
 
-    await with_restarts(attempt, "Generation's vLLM server")
+def rows_before(work: StageWork, inputs: Mapping[str, ShardRecord]) -> Counter[str]:
+    """Rows that need not be made, by status: of committed shards, and kept of an earlier stage for the others."""
+    salvage = salvage_of(work.config.generate, work.state.missing, inputs)
+    counts = Counter(salvage.kept if salvage is not None else {})
+    for record in work.state.records.values():
+        counts.update(record.status_counts)
+    return counts
+
+
+async def rebuilder_of(config: PipelineConfig) -> Rebuilder | None:
+    """What makes token ids, where the servers are said to send none."""
+    if config.generate.token_source == TOKEN_SOURCE_SERVER:
+        return None
+    return await asyncio.to_thread(Reconstructor.load, config.verifier, config.generate)
+
+
+async def launches(work: StageWork) -> list[Launch]:
+    """What starts each of the stage's servers; for external ones the verifier need not lie on this node."""
+    config, servers = work.config, work.config.generate.servers
+    if servers.external:
+        return external_launches(servers, config.vllm, verifier_name(config.verifier))
+    verifier = await materialize_verifier(config.verifier)
+    trusted = config.verifier.trust_remote_code
+    return replica_launches(servers, config.vllm, verifier, work.stage, trust_remote_code=trusted)
 
 
 def shards_at_once(config: PipelineConfig) -> int:

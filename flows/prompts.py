@@ -13,9 +13,9 @@ from tasks.prompts import write_prompts
 
 @flow(name="prompts", flow_run_name="prompts {config.root}")
 async def prompts(config: PipelineConfig) -> Summary:
-    """Write the prompts of the config's sources. Reads nothing but the sources."""
+    """Write the prompts of the config's sources; the verifier's tokenizer counts them where that is asked for."""
     return await run_stage(config, "prompts", None, make_prompts)
 
 
 async def make_prompts(work: StageWork) -> dict[str, Any]:
-    return await write_prompts(work.stage, work.config.prompts)
+    return await write_prompts(work.stage, work.config.prompts, work.config.verifier)

@@ -13,6 +13,7 @@ from infra.fingerprint import stage_content
 from infra.manifest import StageRef
 from infra.prompts import dataset_revisions
 from infra.provenance import hardware_name
+from infra.salvage import salvaging
 from infra.schemas import SCHEMA_VERSIONS
 from infra.verifier import resolve_revision
 from infra.vllm_server import vllm_version
@@ -33,8 +34,12 @@ def resolve(config: PipelineConfig) -> dict[str, StageRef]:
 
     verifier = {"verifier": resolve_revision(config.verifier)}
     engine = {"vllm": config.vllm.content()}
-    add("prompts", config.prompts.content(), dataset_revisions(config.prompts), ())
+    revisions = dataset_revisions(config.prompts)
+    if config.prompts.counts_tokens:  # under a name that no data set can have
+        revisions["verifier/tokenizer"] = verifier["verifier"]
+    add("prompts", config.prompts.content(), revisions, ())
     add("responses", {**config.generate.content(), **engine}, verifier, ("prompts",))
+    stages["responses"] = salvaging(stages["responses"], config.generate)
     add("hidden_states", {**config.extract.content(), **engine}, verifier, ("responses",))
     add("vocab", config.vocab.content(), verifier, ("responses",))
     add("drafts", config.train.content(), verifier, ("hidden_states", "vocab"))
@@ -43,6 +48,6 @@ def resolve(config: PipelineConfig) -> dict[str, StageRef]:
         "vllm": vllm_version(config.vllm),
         "hardware": hardware_name(),
     }
-    served_with = {"vllm": config.vllm.model_dump(mode="json", exclude={"python", "startup_timeout_seconds"})}
+    served_with = {"vllm": config.vllm.how_served()}
     add("evaluations", {**config.evaluate.content(), **served_with}, measured_with, ("prompts", "drafts"))
     return stages

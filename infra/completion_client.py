@@ -9,6 +9,7 @@ Where the evidence does not tell, the client asks the server for one token (`Com
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -85,7 +86,8 @@ class CompletionClient:
         )
         self._scopes: set[asyncio.Timeout] = set()
         self._gone: str | None = None
-        self._alive_at = self._busy_since = time.monotonic()
+        self._gone_event = asyncio.Event()
+        self._alive_at = time.monotonic()
         self._telling = asyncio.Lock()
 
     @classmethod
@@ -108,8 +110,20 @@ class CompletionClient:
 
     @property
     def silent_seconds(self) -> float:
-        """How long requests have been in flight with none answered, for a watchdog; 0 while there are none."""
-        return time.monotonic() - max(self._alive_at, self._busy_since) if self._scopes else 0.0
+        """How long the server has had requests and answered none, for a watchdog; 0 while it has none."""
+        return self._endpoint.silent_seconds
+
+    @property
+    def gone(self) -> str | None:
+        """Why the server counts as gone; None while it does not."""
+        return self._gone
+
+    async def gone_within(self, seconds: float) -> bool:
+        """Whether the server is declared gone within that time; returns as soon as it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._gone_event.wait()
+        return self._gone is not None
 
     async def complete(
         self,
@@ -144,8 +158,6 @@ class CompletionClient:
     ) -> Completion:
         """`complete` for a caller that already holds a slot of `window`."""
         body = self._endpoint.body(messages, sampling, seed)
-        if not self._scopes:
-            self._busy_since = time.monotonic()
         scope = asyncio.timeout(None)  # no limit of its own: only declare_gone ends it
         self._scopes.add(scope)
         try:
@@ -161,6 +173,7 @@ class CompletionClient:
         if self._gone is not None:
             return
         self._gone = f"The server at {self._endpoint.base_url} is gone: {problem}"
+        self._gone_event.set()
         logger.error("%s. %d requests in flight are given up.", self._gone, self.in_flight)
         for scope in self._scopes:
             scope.reschedule(asyncio.get_running_loop().time())
@@ -199,6 +212,9 @@ class CompletionClient:
                 completion = await self._endpoint.ask(body, temperature)
                 self._alive_at = time.monotonic()
                 return completion
+            except RowFailure:  # an answer too; of a server that sends no ids, every one
+                self._alive_at = time.monotonic()
+                raise
             except NotConnected as trouble:
                 unreached_since = unreached_since or sent
                 self._check_reachable(unreached_since, trouble)

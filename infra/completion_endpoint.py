@@ -60,8 +60,9 @@ class CompletionEndpoint:
         self, base_url: str, api_key: str, model: str, *, timeout_seconds: float, max_connections: int
     ) -> None:
         self.base_url = base_url
-        self.contact_at = time.monotonic()
+        self.contact_at = self._busy_since = time.monotonic()
         """When the server last answered anything over HTTP (time.monotonic)."""
+        self._num_asked = 0
         self._model = model
         self._timeout_seconds = timeout_seconds
         # The client's own defaults, 600 s and two hidden retries, would make nine requests of a slow one.
@@ -74,6 +75,11 @@ class CompletionEndpoint:
             base_url=base_url, api_key=api_key, timeout=timeout, max_retries=0, http_client=transport
         )
 
+    @property
+    def silent_seconds(self) -> float:
+        """How long the server has had requests and answered none, not even with an error; 0 while it has none."""
+        return time.monotonic() - max(self.contact_at, self._busy_since) if self._num_asked else 0.0
+
     async def close(self) -> None:
         await self._openai.close()
 
@@ -81,8 +87,8 @@ class CompletionEndpoint:
         """The request's JSON. `sampling` holds fields by vLLM's names, `temperature` among them."""
         # vLLM's CPU engine dies of a seed under a speculative method, and greedy sampling has no use for one.
         seeded = {} if seed is None or sampling["temperature"] == 0 else {"seed": seed}
-        fixed = {"model": self._model, "messages": messages, "n": 1, "stream": False, "return_token_ids": True}
-        return json.dumps({**sampling, **seeded, **fixed}).encode()
+        fixed = {"model": self._model, "messages": messages, "n": 1, "stream": False}
+        return json.dumps({"return_token_ids": True, **sampling, **seeded, **fixed}).encode()
 
     async def ask(self, body: bytes, temperature: float) -> Completion:
         """Sends one request.
@@ -92,6 +98,9 @@ class CompletionEndpoint:
             Trouble: it brought no answer this time.
         """
         sent = time.monotonic()
+        if not self._num_asked:
+            self._busy_since = sent
+        self._num_asked += 1
         try:
             # The OpenAI client's limit is on each read; this one is on the whole.
             async with asyncio.timeout(self._timeout_seconds + CONNECT_TIMEOUT_SECONDS):
@@ -112,6 +121,8 @@ class CompletionEndpoint:
             raise self._timed_out() from error
         except GarbledAnswer as error:
             raise Trouble(str(error)) from error
+        finally:
+            self._num_asked -= 1
 
     def _connection_trouble(self, error: BaseException) -> Trouble:
         """What went wrong below HTTP, by the type of aiohttp's error at the root.

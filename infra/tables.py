@@ -21,6 +21,5 @@ def read_table(stage_uri: str, record: ShardRecord) -> Any:
 
 
 def read_input(stage: StageRef, shard: Shard, record: ShardRecord) -> Any:
-    """The Arrow table of a shard's single input, whose present record is given."""
-    (name,) = shard.inputs
-    return read_table(stage.upstream_uri(name.partition("/")[0]), record)
+    """The Arrow table of a shard's first input, whose present record is given."""
+    return read_table(stage.upstream_uri(shard.inputs[0].partition("/")[0]), record)

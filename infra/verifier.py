@@ -145,6 +145,19 @@ def materialize(config: VerifierConfig) -> Verifier:
     )
 
 
+def tokenizer_origin(config: VerifierConfig) -> tuple[str, str | None]:
+    """What `AutoTokenizer.from_pretrained` loads the verifier's tokenizer from: a folder or hub id, and its commit.
+
+    The weights of a hub model are not fetched; a package's model is converted, as there is no other way.
+
+    Raises:
+        InputError, InfrastructureError: as `materialize`.
+    """
+    if not config.model.startswith(PACKAGE_PREFIX) and _local_folder(config.model) is None:
+        return config.model, resolve_revision(config)
+    return str(materialize(config).path), None
+
+
 def default_layer_ids(num_hidden_layers: int) -> list[int]:
     """Layers whose hidden states are extracted: an early, a middle and a late one, and the last.
 

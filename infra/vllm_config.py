@@ -9,8 +9,9 @@ import functools
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -28,14 +29,22 @@ _OWN_FLAGS = {
     "--speculative-config": None,
     "--sc": None,
     "--trust-remote-code": "verifier.trust_remote_code",
+    "--data-parallel-size": "vllm.data_parallel_size",
+    "--dp": "vllm.data_parallel_size",
     "--dtype": "vllm.dtype",
+    "--enable-auto-tool-choice": "vllm.tool_parser",
     "--enforce-eager": "vllm.enforce_eager",
     "--gpu-memory-utilization": "vllm.gpu_memory_utilization",
     "--max-model-len": "vllm.max_model_len",
+    "--pipeline-parallel-size": "vllm.pipeline_parallel_size",
+    "--pp": "vllm.pipeline_parallel_size",
     "--reasoning-parser": "vllm.reasoning_parser",
     "--tensor-parallel-size": "vllm.tensor_parallel_size",
+    "--tool-call-parser": "vllm.tool_parser",
     "--tp": "vllm.tensor_parallel_size",
 }
+# Fields that came later: at their defaults they must not change the key of an evaluation that has been made.
+_LATER_FIELDS = ("tool_parser", "pipeline_parallel_size", "data_parallel_size")
 
 _SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|_KEY)$", re.IGNORECASE)
 
@@ -54,6 +63,8 @@ class VllmConfig(Config):
     """Type of weights and activations; `auto` is the one of the checkpoint."""
     reasoning_parser: Annotated[str | None, CONTENT] = None
     """vLLM's parser that tells the model's thinking from its answer, such as `qwen3` or `deepseek_r1`."""
+    tool_parser: Annotated[str | None, CONTENT] = None
+    """vLLM's parser of tool calls, such as `hermes` or `kimi_k2`; without one they stay in the answer's text."""
     model_args: Annotated[list[str], CONTENT] = Field(default=[])
     """Further flags that change what the model writes, such as `--quantization=fp8` or `--chat-template=FILE`."""
     extra_args: list[str] = Field(default=[])
@@ -61,12 +72,38 @@ class VllmConfig(Config):
     enforce_eager: bool = False
     """Do not compile the model or capture CUDA graphs: a faster start, slower generation."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that one model is spread over."""
+    """GPUs that each layer of one model is spread over."""
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Groups of such GPUs that the layers are shared out among."""
+    data_parallel_size: int = Field(default=1, ge=1)
+    """Engines of one server, each with GPUs of its own; what a mixture of experts may gain from. Only servers have
+    it: extraction runs one engine."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     """Share of each GPU's memory that vLLM may take (of the machine's memory, on a CPU without
     VLLM_CPU_KVCACHE_SPACE)."""
     startup_timeout_seconds: float = Field(default=2700.0, gt=0.0)
     """How long loading the model may take; half an hour is usual for 1 TB of weights."""
+
+    @property
+    def gpus_per_server(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    def for_generation(self) -> VllmConfig:
+        """The same with one token less: extraction must be able to add one to whatever was generated."""
+        if self.max_model_len is None:
+            return self
+        return self.model_copy(update={"max_model_len": self.max_model_len - 1})
+
+    def on_gpus(self, gpus: Sequence[int | str]) -> VllmConfig:
+        """The same on these GPUs only."""
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        return self.model_copy(update={"environment": self.environment | visible})
+
+    def how_served(self) -> dict[str, Any]:
+        """What of this may change how fast a server is, as an evaluation's key has it."""
+        fields = self.model_dump(mode="json", exclude={"python", "startup_timeout_seconds"})
+        defaults = {name: type(self).model_fields[name].default for name in _LATER_FIELDS}
+        return {name: value for name, value in fields.items() if name not in defaults or value != defaults[name]}
 
     @field_validator("model_args", "extra_args")
     @classmethod
@@ -109,6 +146,8 @@ def engine_flags(config: VllmConfig, *, model_path: str | Path, trust_remote_cod
     """The engine's part of vLLM's command line, the same for a server and for an offline engine."""
     flags = ["--model", str(model_path), "--dtype", config.dtype]
     flags += ["--tensor-parallel-size", str(config.tensor_parallel_size)]
+    if config.pipeline_parallel_size > 1:
+        flags += ["--pipeline-parallel-size", str(config.pipeline_parallel_size)]
     flags += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     if config.max_model_len is not None:
         flags += ["--max-model-len", str(config.max_model_len)]
@@ -119,6 +158,16 @@ def engine_flags(config: VllmConfig, *, model_path: str | Path, trust_remote_cod
     if trust_remote_code:
         flags.append("--trust-remote-code")
     return [*flags, *config.model_args, *config.extra_args]
+
+
+def server_flags(config: VllmConfig, *, model_path: str | Path, trust_remote_code: bool = False) -> list[str]:
+    """The flags of a server: the engine's, and those that only a server knows."""
+    flags = engine_flags(config, model_path=model_path, trust_remote_code=trust_remote_code)
+    if config.data_parallel_size > 1:
+        flags += ["--data-parallel-size", str(config.data_parallel_size)]
+    if config.tool_parser is not None:
+        flags += ["--enable-auto-tool-choice", "--tool-call-parser", config.tool_parser]
+    return flags
 
 
 def engine_environment(config: VllmConfig, *, model_path: str | Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -17,6 +18,10 @@ from infra.errors import ServerError
 # Label values may hold braces, so the last one that a value follows is the end.
 _SAMPLE = re.compile(r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?$")
 _POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
+_ENGINE = re.compile(r'(?:^|,)\s*engine="(\w+)"')
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+# What grows with every step of an engine. Not `sglang:generation_tokens_total`: it grows when a request ends.
+_STEPS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "sglang:realtime_tokens_total")
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,19 @@ class ServerProgress:
     kv_cache_usage: float | None
 
 
+@dataclass(frozen=True)
+class EngineWork:
+    """One engine's work at one moment.
+
+    Attributes:
+        num_tokens: tokens processed so far, of prompts and completions, counted step by step.
+        num_requests_running: requests in its current batch.
+    """
+
+    num_tokens: int
+    num_requests_running: int
+
+
 def parse_counters(text: str) -> SpeculationCounters:
     """Counters of speculative decoding in a /metrics page, summed over engines."""
     totals = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
@@ -94,24 +112,42 @@ def parse_counters(text: str) -> SpeculationCounters:
 
 
 def parse_progress(text: str) -> ServerProgress:
-    """Token counts and load in a /metrics page, summed over engines; a count that is absent is 0."""
+    """Token counts and load in a /metrics page, summed over engines; a count that is absent is 0.
+
+    Takes SGLang's names too (it must be started with `--enable-metrics`).
+    """
     by_name: dict[str, list[float]] = {}
-    for name, _, value in _samples(text, "vllm:"):
+    for name, _, value in _samples(text, ("vllm:", "sglang:")):
         by_name.setdefault(name, []).append(value)
 
-    def total(name: str) -> int:
-        return round(sum(by_name.get(name, [])))
+    def found(*names: str) -> list[float]:
+        return [value for name in names for value in by_name.get(name, [])]
 
     return ServerProgress(
-        num_generation_tokens=total("vllm:generation_tokens_total"),
-        num_prompt_tokens=total("vllm:prompt_tokens_total"),
-        num_requests_running=total("vllm:num_requests_running"),
-        num_requests_waiting=total("vllm:num_requests_waiting"),
-        kv_cache_usage=max(by_name.get("vllm:kv_cache_usage_perc", []), default=None),
+        num_generation_tokens=round(sum(found("vllm:generation_tokens_total", "sglang:generation_tokens_total"))),
+        num_prompt_tokens=round(sum(found("vllm:prompt_tokens_total", "sglang:prompt_tokens_total"))),
+        num_requests_running=round(sum(found(*_RUNNING))),
+        num_requests_waiting=round(sum(found("vllm:num_requests_waiting", "sglang:num_queue_reqs"))),
+        kv_cache_usage=max(found("vllm:kv_cache_usage_perc", "sglang:token_usage"), default=None),
     )
 
 
-def _samples(text: str, prefix: str) -> Iterator[tuple[str, str, float]]:
+def parse_engines(text: str) -> dict[str, EngineWork]:
+    """The work of each engine (data-parallel rank) by vLLM's number of it; empty where the page does not tell.
+
+    Another server than vLLM is one engine without a number.
+    """
+    tokens: Counter[str] = Counter()
+    running: Counter[str] = Counter()
+    for name, labels, value in _samples(text, ("vllm:", "sglang:")):
+        counted = tokens if name in _STEPS else running if name in _RUNNING else None
+        if counted is not None:
+            engine = _ENGINE.search(labels)
+            counted[engine[1] if engine else ""] += round(value)
+    return {engine: EngineWork(tokens[engine], running[engine]) for engine in tokens}
+
+
+def _samples(text: str, prefix: str | tuple[str, ...]) -> Iterator[tuple[str, str, float]]:
     """Name, labels and value of each sample whose name begins with `prefix`."""
     for line in text.splitlines():
         if line.startswith(prefix) and (sample := _SAMPLE.match(line)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
 import socket
 import time
@@ -21,8 +20,9 @@ from typing import Any, Self
 import httpx
 
 from infra.errors import InputError, ServerError
+from infra.load_progress import LoadReport
 from infra.processes import GuardedProcess, end_stale, log_tail
-from infra.vllm_config import VllmConfig, engine_environment, engine_flags, vllm_version
+from infra.vllm_config import VllmConfig, engine_environment, engine_flags, server_flags, vllm_version
 from infra.vllm_metrics import ServerProgress, SpeculationCounters, parse_counters, parse_progress
 
 __all__ = [
@@ -41,7 +41,6 @@ HOST = "127.0.0.1"
 API_KEY_VARIABLE = "VLLM_API_KEY"  # read by vLLM itself: a key on the command line would show in the process list
 EXIT_USAGE = 2  # of argparse: a flag is unknown or its value wrong, which no retry mends
 POLL_SECONDS = 0.5
-REPORT_SECONDS = 30.0
 REQUEST_TIMEOUT_SECONDS = 30.0
 
 logger = logging.getLogger("draftsmith.vllm_server")
@@ -80,7 +79,7 @@ class VllmServer:
         self.base_url = ""  # http://127.0.0.1:PORT/v1, once started
         # The command line without host and port, which differ from start to start.
         self.flags = [
-            *engine_flags(config, model_path=model_path, trust_remote_code=trust_remote_code),
+            *server_flags(config, model_path=model_path, trust_remote_code=trust_remote_code),
             *("--served-model-name", served_name, "--disable-uvicorn-access-log"),
         ]
         if speculative_config is not None:
@@ -182,7 +181,7 @@ class VllmServer:
     async def _wait_until_ready(self, process: GuardedProcess) -> None:
         started = time.monotonic()
         limit_seconds = self._config.startup_timeout_seconds
-        next_report_seconds = REPORT_SECONDS
+        loading = LoadReport(self.log_path, process.log_offset)
         while True:
             code = process.poll()
             if code == EXIT_USAGE:
@@ -196,14 +195,10 @@ class VllmServer:
             waited_seconds = time.monotonic() - started
             if waited_seconds > limit_seconds:
                 raise self.failure(f"was not ready after {limit_seconds:.0f} s (vllm.startup_timeout_seconds)")
-            if waited_seconds > next_report_seconds:
-                next_report_seconds += REPORT_SECONDS
+            if (news := loading.news()) is not None:
                 logger.info(
-                    "vLLM for %s is still starting after %.0f s (limit %.0f s); it says: %s",
-                    self.served_name,
-                    waited_seconds,
-                    limit_seconds,
-                    _last_line(self.log_path),
+                    "vLLM for %s is starting, %.0f s of at most %.0f s: %s",
+                    *(self.served_name, waited_seconds, limit_seconds, news),
                 )
             await asyncio.sleep(POLL_SECONDS)
         logger.info(
@@ -231,10 +226,3 @@ class VllmServer:
 
 class _PortTakenError(ServerError):
     """Another process took the port before the server could."""
-
-
-def _last_line(path: Path) -> str:
-    with open(path, "rb") as log:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-        lines = log.read().decode(errors="replace").split()
-    return " ".join(lines[-30:])

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 from infra import manifest
-from infra.inference import CompletionClient, GenerateConfig, PartialShard, generate_rows
-from infra.inference import Progress as RowProgress
+from infra.conversations import Rebuilder
+from infra.generation_progress import GenerationProgress
+from infra.inference import GenerateConfig, PartialShard, WindowedAsker, generate_rows
 from infra.manifest import Shard, ShardRecord, StageRef
-from infra.responses import status_counts, to_parquet
+from infra.responses import status_counts, to_parquet, turns_not_found
+from infra.salvage import kept_rows
 from infra.tables import read_input
 from tasks.policy import retried_task
-from tasks.progress import StageProgress
 
 
 @retried_task(name="generate-shard", run_name="generate {shard.shard}")
@@ -22,30 +22,29 @@ async def generate_shard(
     shard: Shard,
     inputs: Mapping[str, ShardRecord],
     config: GenerateConfig,
-    client: CompletionClient,
+    client: WindowedAsker,
     partial: PartialShard,
-    rows_done: RowProgress,
-    progress: StageProgress,
+    rows_done: GenerationProgress,
+    rebuilder: Rebuilder | None = None,
 ) -> ShardRecord:
     """Answer the prompts of one shard and commit the rows; every prompt gives exactly one row.
 
     Args:
         inputs: present record of each upstream shard, by name.
-        client: the stage's one client, whose window bounds the requests in flight over all shards.
-        partial: rows that an earlier attempt of this run has left, for which no server is asked again.
+        client: the stage's one client or pool, whose window bounds the requests in flight over all shards.
+        partial: rows that an earlier attempt of this run has left, for which no server is asked again; those of
+            an earlier stage (`generate.redo_from`) are added here.
         rows_done: counts every row of the stage as it arrives, and refuses a stage with too many failed ones.
-        progress: told of the shard when it is committed.
+        rebuilder: makes the ids of answers that have none (`generate.token_source`).
     """
-
-    def count(row: dict[str, Any]) -> None:
-        rows_done.add(row)
-        statuses = ", ".join(f"{number} {status}" for status, number in rows_done.rows_by_status.items() if number)
-        progress.detail(f"{statuses}, {rows_done.tokens_per_second:.0f} tokens/s")
-
     prompts = await asyncio.to_thread(read_input, stage, shard, inputs[shard.inputs[0]])
-    rows = await generate_rows(client, prompts.to_pylist(), config, on_row=count, partial=partial)
+    for row in await asyncio.to_thread(kept_rows, stage, shard, inputs, config):
+        partial.rows[row["sample_id"]] = row
+    rows = await generate_rows(
+        client, prompts.to_pylist(), config, on_row=rows_done.add, partial=partial, rebuilder=rebuilder
+    )
     body = await asyncio.to_thread(to_parquet, rows)
-    record = await asyncio.to_thread(
+    return await asyncio.to_thread(
         manifest.commit_shard,
         stage,
         shard,
@@ -53,6 +52,5 @@ async def generate_shard(
         rows=len(rows),
         status_counts=status_counts(rows),
         inputs=inputs,
+        extra=turns_not_found(rows),
     )
-    progress.advance()
-    return record

@@ -36,6 +36,7 @@ class StageProgress:
         self._done = done
         self._unit = unit
         self._detail = ""
+        self._eta_seconds: float | None = None
         self._artifact: UUID | None = None
         self._publisher: asyncio.Task[None] | None = None
         self._bar: Progress | None = None
@@ -52,9 +53,14 @@ class StageProgress:
         if self._bar is not None:
             self._bar.update(self._bar_id, completed=self._done)
 
-    def detail(self, text: str) -> None:
-        """What a person would like to know beside the count: rows by status, tokens per second, loss."""
+    def detail(self, text: str, eta_seconds: float | None = None) -> None:
+        """What a person would like to know beside the count: rows by status, tokens per second, loss.
+
+        Args:
+            eta_seconds: time left, where the caller knows better than the mean pace of the units so far.
+        """
         self._detail = text
+        self._eta_seconds = eta_seconds
         if self._bar is not None:
             self._bar.update(self._bar_id, description=f"{self._stage} {text}")
 
@@ -89,19 +95,22 @@ class StageProgress:
         try:
             if self._artifact is None:
                 key = f"{self._stage.replace('_', '-')}-progress"
-                self._artifact = await acreate_progress_artifact(percent, key=key, description=self._text())
+                self._artifact = await acreate_progress_artifact(percent, key=key, description=self.text())
             else:
-                await aupdate_progress_artifact(self._artifact, percent, description=self._text())
+                await aupdate_progress_artifact(self._artifact, percent, description=self.text())
         except Exception as error:  # a UI that cannot be reached must not stop the work
             logger.warning(
                 "The progress of %s could not be shown in the UI (%s); the work goes on.", self._stage, error
             )
 
-    def _text(self) -> str:
+    def text(self) -> str:
+        """All of it in one line: count, time left, detail."""
         made = self._done - self._done_before
         left = self._total - self._done
-        elapsed = time.monotonic() - self._started
-        eta = f", about {_duration(elapsed / made * left)} left" if made and left else ""
+        eta_seconds = self._eta_seconds
+        if eta_seconds is None and made:
+            eta_seconds = (time.monotonic() - self._started) / made * left
+        eta = f", about {_duration(eta_seconds)} left" if eta_seconds is not None and left else ""
         detail = f" · {self._detail}" if self._detail else ""
         return f"{self._stage}: {self._done} of {self._total} {self._unit}{eta}{detail}"
 

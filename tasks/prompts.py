@@ -5,21 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from infra import manifest
+from infra.errors import InputError
 from infra.manifest import Shard, StageRef
+from infra.prompt_filters import token_counter
 from infra.prompts import PromptsConfig, cut_shards, load_prompts, to_parquet
 from infra.schemas import STATUS_OK
+from infra.verifier import VerifierConfig
 from tasks.policy import in_thread, retried_task
 
 
-@retried_task(name="write-prompts", run_name="write prompts {stage.key}", timeout_seconds=3600)
+@retried_task(name="write-prompts", run_name="write prompts {stage.key}", timeout_seconds=6 * 3600)
 @in_thread
-def write_prompts(stage: StageRef, config: PromptsConfig) -> dict[str, Any]:
+def write_prompts(stage: StageRef, config: PromptsConfig, verifier: VerifierConfig) -> dict[str, Any]:
     """Load, split and commit every prompt.
+
+    Args:
+        verifier: whose tokenizer counts the prompts where their length decides (`config.counts_tokens`).
 
     Returns:
         What the manifest adds: `dropped`, rows that could not be used, by dataset and reason.
+
+    Raises:
+        InputError: a source cannot be used, or is not of the revision that the stage's key was made of.
     """
-    prompts = load_prompts(config)
+    prompts = load_prompts(config, count_tokens=token_counter(verifier) if config.counts_tokens else None)
+    for dataset, revision in prompts.revisions.items():
+        if (planned := stage.content["revisions"][dataset]) != revision:
+            raise InputError("prompts.sources", f"{dataset} was {planned} and is now {revision}; run again")
     cut = cut_shards(prompts, config.shard_size)
     plan = [Shard(f"{index:05d}", extra={"split": split}) for index, (split, _) in enumerate(cut)]
     manifest.write_plan(stage, plan)

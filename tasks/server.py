@@ -1,4 +1,4 @@
-"""Start and stop vLLM servers, as tasks that a person sees in the UI."""
+"""Start and stop vLLM servers, and reach external ones, as tasks that a person sees in the UI."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.external_server import ExternalServer
 from infra.locations import log_file
 from infra.manifest import StageRef
 from infra.processes import process_token
+from infra.server_pool import Launch
+from infra.servers_config import ServersConfig, replica_configs
 from infra.verifier import Verifier
 from infra.vllm_server import VllmConfig, VllmServer
 from tasks.policy import retried_task
@@ -57,3 +64,56 @@ async def serving(
     finally:
         await asyncio.shield(server.__aexit__(None, None, None))
         logger.info("The vLLM server for %s has ended.", purpose)
+
+
+# Not retried: its own patience is the limit.
+@task(name="reach-server", task_run_name="reach {base_url}", cache_policy=NO_CACHE)
+async def reach_server(
+    base_url: str, served_name: str, servers: ServersConfig, max_model_len: int | None
+) -> ExternalServer:
+    """Wait until an external server answers. Whoever reaches one leaves it (`reached`)."""
+    patience_seconds = servers.external_patience_seconds
+    server = ExternalServer(base_url, servers.external_key(), served_name, patience_seconds=patience_seconds)
+    await server.__aenter__()
+    if max_model_len is not None and (server.max_model_len or 0) >= max_model_len:
+        logger.warning(
+            "%s takes sequences of %d tokens; what it generates beyond %d (vllm.max_model_len - 1) will fail in "
+            "extraction. Start it with a lower limit, or raise vllm.max_model_len.",
+            *(base_url, server.max_model_len, max_model_len - 1),
+        )
+    return server
+
+
+@contextlib.asynccontextmanager
+async def reached(
+    base_url: str, served_name: str, servers: ServersConfig, max_model_len: int | None
+) -> AsyncIterator[ExternalServer]:
+    """An external server for as long as the context lasts."""
+    server = await reach_server(base_url, served_name, servers, max_model_len)
+    try:
+        yield server
+    finally:
+        await server.__aexit__(None, None, None)
+
+
+def replica_launches(
+    servers: ServersConfig, config: VllmConfig, verifier: Verifier, stage: StageRef, *, trust_remote_code: bool
+) -> list[Launch]:
+    """What starts each replica on this node, by its number, each with one token less than extraction takes."""
+    return [
+        partial(
+            serving,
+            each.for_generation(),
+            verifier,
+            stage,
+            purpose=f"generation-{number}",
+            trust_remote_code=trust_remote_code,
+        )
+        for number, each in enumerate(replica_configs(servers, config), start=1)
+    ]
+
+
+def external_launches(servers: ServersConfig, config: VllmConfig, served_name: str) -> list[Launch]:
+    """What reaches each external server."""
+    name = servers.external_model or served_name
+    return [partial(reached, url, name, servers, config.max_model_len) for url in servers.external]

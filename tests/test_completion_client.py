@@ -143,6 +143,15 @@ async def test_an_engine_that_hangs_while_health_is_fine_is_told_by_a_probe() ->
     assert [type(error) for error in ended] == [ServerError, ServerError]
 
 
+async def test_a_server_that_asks_to_be_left_in_peace_is_not_silent() -> None:
+    async with FakeOpenAIServer() as server, connect(server) as client:
+        server.script("hello", Reply(status=429, headers={"Retry-After": "0.5"}), Reply())
+        asking = asyncio.create_task(client.complete([{"content": "hello"}], {"temperature": 0}))
+        await asyncio.sleep(0.3)
+        assert (client.in_flight, client.silent_seconds) == (1, 0.0)
+        await asking
+
+
 async def test_a_server_that_answers_nothing_but_errors_is_gone_rather_than_every_row_failed() -> None:
     async with FakeOpenAIServer(lambda _p, _n: Reply(status=500)) as server, connect(server) as client:
         with pytest.raises(ServerError, match="one token"):

@@ -82,6 +82,16 @@ def small(**more: Any) -> EvaluateConfig:
     return EvaluateConfig.model_validate(base | more)
 
 
+def test_of_a_conversation_the_first_turn_is_measured() -> None:
+    messages = [{"role": role, "content": role} for role in ("system", "user", "user", "user")]
+    rows = [
+        prompt_row(number, "a") | {"messages": json.dumps([*messages[number:], *messages[1:]])} for number in (0, 1)
+    ]
+    config = EvaluateConfig(concurrency=[1], num_prompts=[2])
+    (prompts,) = select_prompts(rows, config).values()
+    assert [prompt.messages for prompt in prompts] == [messages[:2], messages[1:2]]
+
+
 def test_prompts_are_heldout_only_unique_and_take_turns() -> None:
     rows = [prompt_row(i, "code") for i in range(5)] + [prompt_row(i, "chat") for i in range(3)]
     again = prompt_row(0, "code") | {"sample_id": "code-0-second-sample"}

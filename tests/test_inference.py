@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import random
-from collections import Counter
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
 from infra.errors import ServerError, StageFailed
+from infra.generation_progress import GenerationProgress
 from infra.inference import (
-    MAX_SERVER_LOSSES,
     CompletionClient,
     GenerateConfig,
     PartialShard,
-    Progress,
     generate_rows,
 )
-from infra.responses import status_counts, to_parquet
-from tests.asking import PROBE, QUICK, assert_failed, connect, prompt, prompts, wait_until
+from tests.asking import QUICK, assert_failed, connect, prompt, prompts, wait_until
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
 
 # --- what is asked
@@ -126,7 +120,7 @@ async def test_a_cancelled_shard_frees_its_slots() -> None:
 
 async def test_a_killed_server_keeps_the_finished_rows_and_the_next_one_makes_the_rest() -> None:
     config = GenerateConfig(**QUICK, concurrency=4)
-    partial, progress = PartialShard(), Progress(num_rows=30)
+    partial, progress = PartialShard(), GenerationProgress(num_rows=30)
     first = FakeOpenAIServer(lambda name, _n: Reply(hang=name in ("p7", "p8")))
     second = FakeOpenAIServer()
     async with first, connect(first, concurrency=4) as client:
@@ -137,7 +131,6 @@ async def test_a_killed_server_keeps_the_finished_rows_and_the_next_one_makes_th
         await first.stop()
         with pytest.raises(ServerError):
             await running
-        assert partial.server_losses == {"id-p7": 1, "id-p8": 1}
     async with second, connect(second) as client:
         rows = await generate_rows(client, prompts(30), config, on_row=progress.add, partial=partial)
     assert [row["sample_id"] for row in rows] == [f"id-p{index}" for index in range(30)]
@@ -145,79 +138,20 @@ async def test_a_killed_server_keeps_the_finished_rows_and_the_next_one_makes_th
     assert progress.rows_by_status == {"ok": 30}
 
 
-async def test_a_row_that_many_servers_died_with_is_not_asked_again() -> None:
-    partial = PartialShard(server_losses=Counter({"id-p1": MAX_SERVER_LOSSES}))
-    async with FakeOpenAIServer() as server, connect(server) as client:
-        rows = await generate_rows(client, prompts(3), GenerateConfig(), partial=partial)
-    assert_failed(rows[1], f"{MAX_SERVER_LOSSES} servers were lost")
-    assert server.requests == {"p0": 1, "p2": 1}
-
-
 # --- the whole
-
-
-POLICY: dict[str, tuple[tuple[Reply, ...], str, int]] = {
-    # name: (the replies, status of the row, requests sent)
-    "good": ((Reply(),), "ok", 1),
-    "reasoning": ((Reply(reasoning="hm", reasoning_field="reasoning_content"),), "ok", 1),
-    "null content": ((Reply(text=None, reasoning="hm"),), "ok", 1),
-    "big": ((Reply(text="x" * 50_000),), "ok", 1),
-    "slow": ((Reply(latency_seconds=0.2),), "ok", 1),
-    "length": ((Reply(finish_reason="length"),), "truncated", 1),
-    "null ids": ((Reply(token_ids=None),), "failed", 1),
-    "wrong count": ((Reply(completion_tokens=99),), "failed", 1),
-    "too long": ((Reply(status=400),), "failed", 1),
-    "busy once": ((Reply(status=429, headers={"Retry-After": "0.05"}), Reply()), "ok", 2),
-    "two errors": ((Reply(status=500), Reply(status=503), Reply()), "ok", 3),
-    "cut, garbage": (
-        (Reply(cut=True), Reply(body=b"<html>"), Reply(finish_reason="length")),
-        "truncated",
-        3,
-    ),
-    "dropped": ((Reply(drop=True), Reply()), "ok", 2),
-    "never": ((Reply(status=500),), "failed", 4),
-    "hangs once": ((Reply(hang=True), Reply()), "ok", 2),
-}
-
-
-async def test_300_prompts_against_a_seeded_mix_of_faults() -> None:
-    """Each id once; rows in = ok + truncated + failed; requests sent = what the policy says; nothing hidden."""
-    dice = random.Random(7)
-    kinds = {f"p{index}": dice.choice(list(POLICY)) for index in range(300)}
-    config = GenerateConfig(**(QUICK | {"timeout_seconds": 1.5}), concurrency=32)
-    progress = Progress(num_rows=300)
-    with FakeOpenAIServer() as server:
-        for name, kind in kinds.items():
-            server.script(name, *POLICY[kind][0])
-        rows = prompts(300)
-        shards = [rows[start : start + 60] for start in range(0, 300, 60)]
-        async with CompletionClient(server.base_url, "key", "verifier", config) as client:
-            made = await asyncio.gather(*(generate_rows(client, shard, config, progress.add) for shard in shards))
-    flat = [row for shard in made for row in shard]
-    assert [row["sample_id"] for row in flat] == [row["sample_id"] for row in rows]
-    statuses = {row["sample_id"].removeprefix("id-"): row["status"] for row in flat}
-    assert statuses == {name: POLICY[kind][1] for name, kind in kinds.items()}
-    del server.requests[PROBE]
-    assert server.requests == {name: POLICY[kind][2] for name, kind in kinds.items()}
-    assert server.max_in_flight <= 32
-    counts = status_counts(flat)
-    assert sum(counts.values()) == 300
-    assert progress.rows_by_status == Counter({status: count for status, count in counts.items() if count})
-    assert progress.num_completion_tokens == sum(row["num_completion_tokens"] for row in flat)
-    assert sum(pq.read_table(io.BytesIO(to_parquet(shard))).num_rows for shard in made) == 300
 
 
 async def test_a_stage_that_cannot_be_accepted_any_more_stops_early() -> None:
     without_ids = FakeOpenAIServer(lambda _p, _n: Reply(token_ids=None))
     async with without_ids as server, connect(server, concurrency=2) as client:
-        progress = Progress(num_rows=100, max_failed_share=0.05)
+        progress = GenerationProgress(num_rows=100, max_failed_share=0.05)
         with pytest.raises(StageFailed, match="6 of 100 rows"):
             await generate_rows(client, prompts(100), GenerateConfig(), on_row=progress.add)
     assert server.requests.total() < 12
 
 
 def test_progress_tells_rate_and_time_left() -> None:
-    progress = Progress(num_rows=40)
+    progress = GenerationProgress(num_rows=40)
     assert progress.eta_seconds is None
     progress.started -= 10
     for _ in range(10):

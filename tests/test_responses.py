@@ -8,7 +8,17 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from infra.responses import RowFailure, parse_completion, response_row, status_counts, to_parquet
+from infra.responses import (
+    GarbledAnswer,
+    MissingTokenIds,
+    RowFailure,
+    answered_row,
+    assistant_message,
+    failed_row,
+    parse_completion,
+    status_counts,
+    to_parquet,
+)
 from infra.schemas import RESPONSES
 from tests.asking import assert_failed, one_row, prompt
 from tests.fakes.openai_server import Reply, completion_body
@@ -71,18 +81,58 @@ async def test_case_5_unsound_token_ids_are_an_error_row_and_are_not_asked_for_a
     assert row["requests"] == 1
 
 
+def test_the_answer_of_sglang() -> None:
+    """Its prompt's ids stand in the choice, its thinking has the old name, and it names the token that ended it."""
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "4", "tool_calls": None, "reasoning_content": "2+2"},
+        "logprobs": None,
+        "finish_reason": "stop",
+        "matched_stop": 163586,
+        "prompt_token_ids": [5, 6],
+        "token_ids": [163606, 7, 163607, 8, 163586],
+    }
+    usage = {"prompt_tokens": 2, "total_tokens": 7, "completion_tokens": 5, "reasoning_tokens": 1}
+    body = {"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage, "metadata": {}}
+    made = parse_completion(json.dumps(body).encode(), temperature=1.0, latency_seconds=0.1)
+    assert made.prompt_token_ids + made.completion_token_ids == [5, 6, 163606, 7, 163607, 8, 163586]
+    assert (made.reasoning, made.content, made.stopped_by) == ("2+2", "4", 163586)
+    del choice["token_ids"]  # of a version that knows no ids
+    with pytest.raises(MissingTokenIds) as missing:
+        parse_completion(json.dumps(body).encode(), temperature=1.0, latency_seconds=0.1)
+    assert (missing.value.answer.reasoning, missing.value.answer.num_completion_tokens) == ("2+2", 5)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b"null",
+        b"[" * 100_000,
+        b'{"choices": []}',
+        b'{"choices": [{"message": 5}], "usage": {}}',
+    ],
+)
+def test_what_is_no_answer_may_be_asked_again(body: bytes) -> None:
+    with pytest.raises(GarbledAnswer):
+        parse_completion(body, temperature=1.0, latency_seconds=0.1)
+
+
 def test_text_that_utf8_cannot_hold_does_not_spoil_the_shard() -> None:
     body = completion_body(
         {"messages": [{"content": "q"}], "model": "m", "return_token_ids": True}, Reply(text="x")
     )
     broken = body.replace(b'"content": "x"', b'"content": "half \\ud83d of a pair, \\ud83d\\ude00 whole"')
-    row = response_row(prompt("q"), parse_completion(broken, temperature=0.7, latency_seconds=0.1))
+    completion = parse_completion(broken, temperature=0.7, latency_seconds=0.1)
+    row = answered_row(prompt("q"), [assistant_message(completion)], [completion])
     assert row["content"] == "half \ufffd of a pair, \U0001f600 whole"
     assert pq.read_table(io.BytesIO(to_parquet([row]))).num_rows == 1
 
 
 def test_parquet_has_the_schema_even_where_a_column_is_null_in_every_row() -> None:
-    rows = [response_row(prompt("a"), RowFailure("no", temperature=0.7))]
+    rows = [failed_row(prompt("a"), RowFailure("no", temperature=0.7))]
     table = pq.read_table(io.BytesIO(to_parquet(rows)))
     assert table.schema.equals(RESPONSES)
     assert table.to_pylist() == rows

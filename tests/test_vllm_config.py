@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from infra.errors import InputError
-from infra.vllm_config import VllmConfig, engine_flags, vllm_version
+from infra.vllm_config import VllmConfig, engine_flags, server_flags, vllm_version
 
 
 def test_flags() -> None:
@@ -18,20 +18,43 @@ def test_flags() -> None:
         enforce_eager=True,
         reasoning_parser="qwen3",
         tensor_parallel_size=8,
+        tool_parser="hermes",
+        pipeline_parallel_size=2,
+        data_parallel_size=4,
         model_args=["--quantization=fp8"],
         extra_args=["--max-num-seqs=64"],
     )
     flags = engine_flags(config, model_path="/models/m", trust_remote_code=True)
     expected = (
-        "--model /models/m --dtype auto --tensor-parallel-size 8 --gpu-memory-utilization 0.9 --max-model-len 2048 "
-        "--reasoning-parser qwen3 --enforce-eager --trust-remote-code --quantization=fp8 --max-num-seqs=64"
+        "--model /models/m --dtype auto --tensor-parallel-size 8 --pipeline-parallel-size 2 "
+        "--gpu-memory-utilization 0.9 --max-model-len 2048 --reasoning-parser qwen3 --enforce-eager --trust-remote-code "
+        "--quantization=fp8 --max-num-seqs=64"
     )
     assert " ".join(flags) == expected
+    of_server = " --data-parallel-size 4 --enable-auto-tool-choice --tool-call-parser hermes"
+    assert " ".join(server_flags(config, model_path="/models/m", trust_remote_code=True)) == expected + of_server
+    assert config.gpus_per_server == 64
     assert config.content() == {
         "max_model_len": 2048,
         "reasoning_parser": "qwen3",
+        "tool_parser": "hermes",
         "model_args": ["--quantization=fp8"],
     }
+
+
+def test_generation_stops_one_token_before_what_extraction_takes() -> None:
+    """A prompt as long as max_model_len is refused: the extraction engine must be able to add a token."""
+    config = VllmConfig(max_model_len=2048)
+    assert "--max-model-len 2047" in " ".join(server_flags(config.for_generation(), model_path="m"))
+    assert "--max-model-len 2048" in " ".join(engine_flags(config, model_path="m"))
+    assert VllmConfig().for_generation() == VllmConfig()
+
+
+def test_the_evaluations_key_knows_fields_that_came_later_only_when_they_are_set() -> None:
+    later = {"tool_parser", "pipeline_parallel_size", "data_parallel_size"}
+    described = VllmConfig().how_served()
+    assert described == VllmConfig().model_dump(exclude={"python", "startup_timeout_seconds", *later})
+    assert VllmConfig(data_parallel_size=2).how_served() == described | {"data_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +63,8 @@ def test_flags() -> None:
         ({"extra_args": ["--api_key=x"]}, "it is set for you"),
         ({"extra_args": ["--max-model-len", "5"]}, r"set vllm\.max_model_len"),
         ({"model_args": ["-tp=2"]}, r"set vllm\.tensor_parallel_size"),
+        ({"extra_args": ["-dp", "2"]}, r"set vllm\.data_parallel_size"),
+        ({"extra_args": ["--enable-auto-tool-choice"]}, r"set vllm\.tool_parser"),
         ({"environment": {"VLLM_API_KEY": "x"}}, "looks like a secret"),
         ({"environment": {"HF_TOKEN": "x"}}, "looks like a secret"),
         ({"gpu_memory_utilization": 1.5}, "less than or equal to 1"),

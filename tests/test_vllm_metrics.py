@@ -7,7 +7,14 @@ import textwrap
 import pytest
 
 from infra.errors import ServerError
-from infra.vllm_metrics import ServerProgress, SpeculationCounters, parse_counters, parse_progress
+from infra.vllm_metrics import (
+    EngineWork,
+    ServerProgress,
+    SpeculationCounters,
+    parse_counters,
+    parse_engines,
+    parse_progress,
+)
 
 METRICS = textwrap.dedent(
     """\
@@ -59,3 +66,32 @@ def test_progress() -> None:
         kv_cache_usage=0.5,
     )
     assert parse_progress("").kv_cache_usage is None
+
+
+def test_each_engine_of_a_data_parallel_server_is_told_apart() -> None:
+    assert parse_engines(METRICS) == {"0": EngineWork(140, 3), "1": EngineWork(11, 1)}
+    assert parse_engines("") == {}
+
+
+SGLANG = textwrap.dedent(
+    """\
+    sglang:generation_tokens_total{model_name="m"} 7557572.0
+    sglang:prompt_tokens_total{model_name="m"} 8128902.0
+    sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="0"} 162.0
+    sglang:num_queue_reqs{engine_type="unified",model_name="m",tp_rank="0"} 2826.0
+    sglang:token_usage{engine_type="unified",model_name="m",tp_rank="0"} 0.28
+    """
+)
+SGLANG_STEPS = """\
+sglang:realtime_tokens_total{engine_type="unified",mode="prefill_compute",model_name="m",tp_rank="0"} 100.0
+sglang:realtime_tokens_total{engine_type="unified",mode="decode",model_name="m",tp_rank="0"} 20.0
+"""
+
+
+def test_sglang_has_other_names_for_the_same() -> None:
+    assert parse_progress(SGLANG) == ServerProgress(7557572, 8128902, 162, 2826, 0.28)
+
+
+def test_a_counter_that_grows_when_a_request_ends_does_not_tell_a_long_answer_from_a_hang() -> None:
+    assert parse_engines(SGLANG) == {}
+    assert parse_engines(SGLANG + SGLANG_STEPS) == {"": EngineWork(120, 162)}

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from infra import vllm_server
+from infra import load_progress, vllm_server
 from infra.errors import InputError, ServerError
 from infra.processes import descendants, living, process_token
 from infra.vllm_server import VllmConfig, VllmServer
@@ -154,13 +154,19 @@ async def test_a_flag_that_vllm_refuses_is_the_users(tmp_path: Path, token: str)
 async def test_not_ready_in_time(
     tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(vllm_server, "REPORT_SECONDS", 0.3)
-    with caplog.at_level(logging.INFO), pytest.raises(ServerError, match="startup_timeout_seconds"):
-        async with server_of(tmp_path, token, start="time.sleep(60)", startup_timeout_seconds=1.0):
+    monkeypatch.setattr(load_progress, "NEWS_SECONDS", 0.3)
+    start = (
+        "time.sleep(1.0)\n"
+        "print('Loading safetensors checkpoint shards:  40% Completed | 2/5 [00:01<00:02,  1.20it/s]', flush=True)\n"
+        "time.sleep(60)"
+    )
+    with caplog.at_level(logging.INFO), pytest.raises(ServerError, match="startup_timeout_seconds") as caught:
+        async with server_of(tmp_path, token, start=start, startup_timeout_seconds=2.5):
             pass
     assert living(token) == []
-    assert "still starting" in caplog.text
-    assert "INFO loading" in caplog.text
+    assert "s of at most 2 s: it says: INFO loading" in caplog.text
+    assert caplog.text.count("s of at most 2 s: weights: 40 % (2 of 5)") == 1, "what is not new is not repeated"
+    assert "40% Completed" in str(caught.value)
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -67,6 +67,8 @@ class Reply:
     """Closes the connection in the middle of the body."""
     drop: bool = False
     """Closes the connection without a byte of an answer."""
+    kill: bool = False
+    """The whole server vanishes: no more listening, every open connection reset."""
     hang: bool = False
     """Never answers, while `/health` still says 200."""
 
@@ -100,7 +102,10 @@ class FakeOpenAIServer:
         self.hold: Callable[[], Awaitable[None]] | None = None
         """Awaited by each completion request once it is in flight, before anything is answered."""
         self.health_status = 200
-        self.metrics_text = ""
+        self.metrics_text: str | None = ""
+        """The /metrics page; where empty, one made of what the server has done; None for a 404."""
+        self.num_generation_tokens = 0
+        self.num_prompt_tokens = 0
         self.requests: Counter[str] = Counter()
         """Completion requests received, by prompt (the last message's content)."""
         self.bodies: deque[dict[str, Any]] = deque(maxlen=10_000)
@@ -200,8 +205,18 @@ class FakeOpenAIServer:
         if path == "/health":
             return await _send(writer, self.health_status, b"")
         if path == "/metrics":
-            return await _send(writer, 200, self.metrics_text.encode(), content_type="text/plain; version=0.0.4")
+            return await self._send_metrics(writer)
         return await _send(writer, 404, _error_body(404, f"no such path: {path}"))
+
+    async def _send_metrics(self, writer: asyncio.StreamWriter) -> bool:
+        if self.metrics_text is None:
+            return await _send(writer, 404, _error_body(404, "no metrics"))
+        text = self.metrics_text or (
+            f'vllm:generation_tokens_total{{engine="0"}} {self.num_generation_tokens}\n'
+            f'vllm:prompt_tokens_total{{engine="0"}} {self.num_prompt_tokens}\n'
+            f'vllm:num_requests_running{{engine="0"}} {self.in_flight}\n'
+        )
+        return await _send(writer, 200, text.encode(), content_type="text/plain; version=0.0.4")
 
     async def _complete(
         self,
@@ -232,6 +247,11 @@ class FakeOpenAIServer:
             self.in_flight -= 1
         if reply.drop:
             return False
+        if reply.kill:
+            await self.stop()
+            return False
+        self.num_generation_tokens += 1
+        self.num_prompt_tokens += 1
         if reply.status != 200:
             body = _error_body(reply.status, reply.error) if reply.body is None else reply.body
         else:

@@ -1,0 +1,53 @@
+"""What a start has come to, from lines that vLLM writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from infra.load_progress import load_milestone
+
+# vLLM 0.32 on one GPU or several, shortened; a bar is redrawn with a carriage return.
+LOG = [
+    ("(APIServer pid=1) INFO 11-29 21:22:32 [model.py:733] Resolved architecture: LlamaForCausalLM\n", None),
+    (
+        "(Worker_TP0 pid=4) INFO 11-29 21:22:56 [gpu_model_runner.py:5040] Starting to load model /models/k2...\n",
+        "weights: loading begins",
+    ),
+    (
+        "\rLoading safetensors checkpoint shards:   0% Completed | 0/64 [00:00<?, ?it/s]\n"
+        "\rLoading safetensors checkpoint shards:  39% Completed | 25/64 [10:41<16:40, 25.66s/it]\n",
+        "weights: 39 % (25 of 64)",
+    ),
+    (
+        "\rMulti-thread loading shards: 100% Completed | 64/64 [00:41<00:00,  1.5it/s]\n",
+        "weights: 100 % (64 of 64)",
+    ),
+    (
+        "(Worker_TP0 pid=4) INFO [gpu_model_runner.py:5150] Model loading took 71.25 GiB memory and 1640.1 seconds\n",
+        "weights are loaded, 71.25 GiB on each GPU",
+    ),
+    (
+        "(Worker_TP0 pid=4) INFO [backends.py:1167] Dynamo bytecode transform time: 12.34 s\n",
+        "compiling the model",
+    ),
+    ("(Worker_TP0 pid=4) INFO [monitor.py:20] torch.compile took 61.00 s in total\n", "compiled in 61.00 s"),
+    (
+        "(EngineCore pid=3) INFO [kv_cache_utils.py:2327] GPU KV cache size: 1,093,184 tokens, Maximum concurrency\n",
+        "KV cache of 1,093,184 tokens",
+    ),
+    (
+        "\rCapturing CUDA graphs (mixed prefill-decode, PIECEWISE):  25%|██▌       | 17/67 [00:02<00:06,  8.0it/s]",
+        "CUDA graphs: 25 %",
+    ),
+    (
+        "\n(EngineCore pid=3) INFO [core.py:402] init engine (profile, create kv cache, warmup model) took 98.10 s "
+        "(compilation: 61.00 s)\n",
+        "the engine is up (98.10 s), the API comes",
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(LOG)))
+def test_the_latest_milestone_counts(number: int) -> None:
+    text = "".join(line for line, _ in LOG[: number + 1])
+    assert load_milestone(text) == LOG[number][1]
