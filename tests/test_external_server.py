@@ -47,7 +47,7 @@ async def test_one_that_lists_its_models_and_answers_nothing_is_not_sound(reply:
         with pytest.raises(ServerError, match=rf"{fake.base_url} is not there after 0\.4 s"):
             async with external(fake, patience_seconds=0.4):
                 pass
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5, "the patience bounds a server that hangs, too"
 
 
 async def test_one_that_stays_away_is_an_error_that_names_the_url() -> None:

@@ -1,7 +1,9 @@
-"""The real vLLM under our server class: one request, its counters, and the parent's sudden death."""
+"""The real vLLM under our server class: one request, its counters, its parent's sudden death, and an engine that
+hangs."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,20 +11,27 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
+from infra.inference import GenerateConfig, generate_rows
 from infra.processes import living, process_token
+from infra.server_pool import ServerPool
+from infra.servers_config import ServersConfig
 from infra.verifier import VerifierConfig, materialize
-from infra.vllm_server import parse_counters, parse_progress
+from infra.vllm_server import VllmConfig, VllmServer, parse_counters, parse_progress
+from tests.asking import prompts
 
 pytestmark = pytest.mark.e2e
 
 END_SECONDS = 15.0
 NUM_SPECULATIVE_TOKENS = 2
+START_SECONDS = 300.0
+HANG_TIMEOUT_SECONDS = 20.0
 
 # A parent as a flow's process is. It says where the server is and then only waits to be killed.
 PARENT = """
@@ -130,3 +139,57 @@ def _check_secrecy(api_key: str, token: str, log_path: Path) -> None:
     for pid in pids:
         assert api_key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     assert api_key not in log_path.read_text()
+
+
+@pytest.mark.slow
+async def test_case_7_an_engine_that_hangs_is_replaced_and_the_shard_completes(
+    model_path: str, token: str, tmp_path: Path
+) -> None:
+    """The engine's processes are stopped (SIGSTOP): the API server lives on, and its /health says 200."""
+    vllm = VllmConfig(environment={"VLLM_CPU_KVCACHE_SPACE": "1"}, max_model_len=512, enforce_eager=True)
+    launch = partial(
+        VllmServer, vllm, model_path=model_path, served_name="smoke", log_path=tmp_path / "log", token=token
+    )
+    config = GenerateConfig(concurrency=4, temperature=0, seed=None, max_tokens=48)
+    limits = ServersConfig(hang_timeout_seconds=HANG_TIMEOUT_SECONDS)
+    rows_there: list[str] = []
+    async with ServerPool([launch], config, limits) as pool:
+        (replica,) = pool.replicas
+        shard = asyncio.create_task(
+            generate_rows(pool, prompts(16), config, on_row=lambda row: rows_there.append(row["sample_id"]))
+        )
+        await _until(lambda: len(rows_there) >= 2 or shard.done(), START_SECONDS)
+        server = replica.server
+        assert isinstance(server, VllmServer)
+        root = server.base_url.removesuffix("/v1")
+        before = living(token)
+        for pid in before:
+            if _has_engine(pid):
+                os.kill(pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        await asyncio.sleep(5)
+        there = len(rows_there)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(f"{root}/health")).status_code == 200
+            assert (await client.get(f"{root}/metrics")).status_code == 200
+        await _until(lambda: not replica.serving, HANG_TIMEOUT_SECONDS + 15)
+        told_seconds = time.monotonic() - stopped
+        assert len(rows_there) == there < 16
+        rows = await asyncio.wait_for(shard, START_SECONDS)
+        assert set(living(token)).isdisjoint(before), "the hung one has ended"
+    print(f"declared lost {told_seconds:.1f} s after the stop (limit {HANG_TIMEOUT_SECONDS:g} s)")
+    assert told_seconds >= HANG_TIMEOUT_SECONDS - 5
+    assert {row["status"] for row in rows} <= {"ok", "truncated"}
+    assert sorted(rows_there) == sorted(f"id-p{number}" for number in range(16)), "each row once"
+    assert living(token) == []
+
+
+def _has_engine(pid: int) -> bool:
+    name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return name.startswith(("VLLM::EngineCore", "VLLM::Worker"))
+
+
+async def _until(condition: Callable[[], bool], seconds: float) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - a process's doing, no event of ours
+            await asyncio.sleep(0.1)
