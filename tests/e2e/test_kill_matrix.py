@@ -47,6 +47,8 @@ WINDOW_SECONDS = {
     "drafts": 20.0,
     "evaluations": 40.0,
 }
+# Stages that commit on the way; half of their kills come this soon after the first commit, the others as above.
+WORKING_SECONDS = {"responses": 3.0, "hidden_states": 2.0, "drafts": 3.0}
 VICTIMS = {
     "flow process": STAGES,
     "worker": STAGES,
@@ -245,7 +247,7 @@ def test_the_stage_completes(
 ) -> None:
     assert finished.exit_code == EXIT_DONE, finished.run.log[-5000:]
     draw = random.Random(f"{SEED} {victim} {stage}")
-    share = draw.random()
+    share, working = draw.random(), stage in WORKING_SECONDS and draw.random() < 0.5
     for attempt in range(4):
         root = CaseRoot(
             tiny_config(f"{s3_environment.root}/{victim}-{stage}-{attempt}".replace(" ", "-"), *OVERRIDES), stage
@@ -260,8 +262,9 @@ def test_the_stage_completes(
         runner.start()
         commits.start()
         try:
-            moment_seconds = share * WINDOW_SECONDS[stage] / 2**attempt
-            if not wait_for_the_moment(runner, root, victim, moment_seconds):
+            window_seconds = WORKING_SECONDS[stage] if working else WINDOW_SECONDS[stage]
+            moment_seconds = share * window_seconds / 2**attempt
+            if not wait_for_the_moment(runner, root, victim, moment_seconds, working):
                 continue  # the stage was done before: once more, sooner
             before = root.committed()
             killed = time.monotonic()
@@ -274,7 +277,7 @@ def test_the_stage_completes(
         kept = sum(is_record(name) for name in before)
         newest = max((name.split("/")[2] for name in before if not is_record(name)), default="")
         report_line(
-            f"kill: victim={victim!r} stage={stage} moment_s={moment_seconds:.1f} "
+            f"kill: victim={victim!r} stage={stage} moment_s={moment_seconds:.1f}{' after a commit' if working else ''} "
             f"shards_kept={kept}/{len(read_records(root.stage.uri))}{f' checkpoint={newest}' if newest else ''} "
             f"shards_redone=0 recovery_s={commits.seconds_until_next(killed):.0f}"
         )
@@ -283,11 +286,18 @@ def test_the_stage_completes(
 
 
 def wait_for_the_moment(
-    runner: OnCommandLine | OnWorker, root: CaseRoot, victim: str, moment_seconds: float
+    runner: OnCommandLine | OnWorker, root: CaseRoot, victim: str, moment_seconds: float, working: bool
 ) -> bool:
-    """Wait until the victim is there and some seconds more. Returns False when the stage was done before."""
+    """Wait until the victim is there (and, if so asked, something is committed) and some seconds more.
+
+    Returns False when the stage was done before.
+    """
     deadline = time.monotonic() + COMPLETE_SECONDS
-    while not runner.begun() or (victim in COMMANDS and not found(victim, runner.processes)):
+    while (
+        not runner.begun()
+        or (victim in COMMANDS and not found(victim, runner.processes))
+        or (working and not root.committed())
+    ):
         if root.complete():
             return False
         assert time.monotonic() < deadline, f"no {victim} in {root.stage_name}"
