@@ -40,7 +40,9 @@ def test_every_stage_and_the_pipeline_is_watched_and_put_back() -> None:
     for path in FOLDER.glob("*.yaml"):
         wanted = yaml.safe_load(path.read_text())["trigger"]["match_related"]["prefect.resource.id"]
         for deployment in deployments():
-            assert wanted.removeprefix("prefect.tag.") in deployment["tags"], f"{path.name} does not see {deployment['name']}"
+            assert wanted.removeprefix("prefect.tag.") in deployment["tags"], (
+                f"{path.name} does not see {deployment['name']}"
+            )
     for deployment in deployments():
         assert not deployment["work_pool"]["job_variables"]["stream_output"]
 
