@@ -6,7 +6,8 @@ One real vLLM server with the demo's verifier, the same prompts, greedy, 64 requ
 rounds whose order turns: our stage (`generate_rows` over a pool, and the rows encoded as Parquet), vLLM's own load
 generator (`vllm.benchmarks.serve`), and `speculators regenerate-responses`. Each is measured from its first request
 to its last answer, by its own clock and with its own count of output tokens; start-up and imports are in none. Each
-ratio is the median of the rounds' ratios. vLLM's generator can only stream, which costs the server more. The prompts are in the prefix cache from a first, unmeasured pass.
+ratio is the median of the rounds' ratios. vLLM's generator can only stream, which costs the server more. The
+prompts are in the prefix cache from a first, unmeasured pass.
 
 Then the client alone: against the tests' fake server, in a process of its own, that answers at once with 100 words
 (501 token ids), CPU time of this process for each request, and bytes by which it grows over 20,000 of them. The
