@@ -32,13 +32,13 @@ def unreferenced(
     while waiting := set(stages) - free - looked_at:
         for place in waiting:
             looked_at.add(place)
-            upstream = _upstream(root, place)
-            if upstream is None:
+            keys_read = _read_by(root, place)
+            if keys_read is None:
                 notes.append(
                     f"the plan of {'/'.join(place)} cannot be read, so no stage is removed: it may need them"
                 )
                 return set()
-            free -= upstream
+            free = {other for other in free if other[1] not in keys_read}
     return free
 
 
@@ -63,11 +63,8 @@ def _referenced_keys(root: str, names: Iterable[str], notes: list[str]) -> set[s
     return keys
 
 
-def _upstream(root: str, place: Place) -> set[Place] | None:
-    """The stages that this one reads, by its plan; None when that cannot be read."""
+def _read_by(root: str, place: Place) -> set[str] | None:
+    """Keys of the stages that this one reads, those whose rows it keeps included; None when its plan is unreadable."""
     uri = storage.join(root, *place, "plan.json")
     plan = load_object(storage.get_many([uri]).get(uri, b""))
-    try:
-        return {(stage, key) for stage, key in plan["content"]["upstream"].items()} if plan else None
-    except (KeyError, TypeError, AttributeError):
-        return None
+    return set(KEY.findall(json.dumps(plan["content"]))) if plan and "content" in plan else None

@@ -258,6 +258,13 @@ def test_a_complete_stage_that_is_kept_keeps_what_it_was_made_from(tmp_path: Pat
     assert found(tmp_path) == {}
 
 
+def test_a_stage_whose_rows_another_one_keeps_is_kept(tmp_path: Path) -> None:
+    earlier = make(tmp_path, "responses")
+    refer(tmp_path, make(tmp_path, "responses", redo_from=earlier.key))
+    age(tmp_path)
+    assert found(tmp_path, complete_stages=True) == {}
+
+
 @pytest.mark.parametrize("body", [b'{"run_id": "o', b"[]", b'{"run_id": "one"}'])
 @pytest.mark.parametrize("name", ["runs/two.json", "speculators/some/promoted.json"])
 def test_a_run_that_cannot_be_read_may_refer_to_anything(tmp_path: Path, name: str, body: bytes) -> None:
