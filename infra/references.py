@@ -64,7 +64,7 @@ def _referenced_keys(root: str, names: Iterable[str], notes: list[str]) -> set[s
 
 
 def _read_by(root: str, place: Place) -> set[str] | None:
-    """Keys of the stages that this one reads, those whose rows it keeps included; None when its plan is unreadable."""
+    """Keys of the stages that this one reads, or whose rows it keeps; None when its plan cannot be read."""
     uri = storage.join(root, *place, "plan.json")
     plan = load_object(storage.get_many([uri]).get(uri, b""))
     return set(KEY.findall(json.dumps(plan["content"]))) if plan and "content" in plan else None
