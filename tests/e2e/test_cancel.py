@@ -35,7 +35,7 @@ LONG_TRAINING = ("train.num_steps=5000",)
 
 def write_all_prompts(config: PipelineConfig) -> None:
     stage = resolve(config)["prompts"]
-    extra = asyncio.run(write_prompts.fn(stage, config.prompts))
+    extra = asyncio.run(write_prompts.fn(stage, config.prompts, config.verifier))
     manifest.finish(stage, {}, extra)
 
 
