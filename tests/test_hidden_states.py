@@ -247,6 +247,7 @@ def test_one_token_over_and_over_may_have_one_state() -> None:
     assert states_problem(sane(1), [7], META.layer_ids) is None
 
 
+@pytest.mark.seconds
 def test_encoding_holds_one_sample_at_a_time() -> None:
     alive: list[int] = []
 

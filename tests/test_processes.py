@@ -68,6 +68,7 @@ def start_tree(token: str, tmp_path: Path) -> GuardedProcess:
     return process
 
 
+@pytest.mark.seconds
 def test_nothing_outlives_a_killed_parent(token: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, token, str(tmp_path / "log"), TREE]
     plain = subprocess.Popen([*command, "plain"])

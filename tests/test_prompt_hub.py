@@ -208,6 +208,7 @@ def ask(tmp_path: Path, endpoint: str, *sources: dict[str, Any], offline: bool =
     return done.stdout.strip().split("\n")
 
 
+@pytest.mark.seconds
 def test_a_data_set_is_resolved_fetched_and_found_again_offline(tmp_path: Path, hub: str) -> None:
     lines = {"files": ["lines.json"]}
     unpinned, pinned = ask(tmp_path, hub, lines, {**lines, "revision": COMMIT}, offline=True)

@@ -312,6 +312,7 @@ def test_what_is_taken_enters_the_key(fields: dict[str, Any]) -> None:
 # --- memory ---
 
 
+@pytest.mark.seconds
 def test_memory_grows_by_what_is_kept_not_by_what_is_read(tmp_path: Path) -> None:
     """A sample of a JSON list of 40 MB takes little memory."""
     row = json.dumps({"prompt": "{} " + "word " * 800})

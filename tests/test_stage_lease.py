@@ -174,6 +174,7 @@ async def test_cancelled_in_the_middle_of_taking_it_is_given_back(
     raise AssertionError("the lease stayed taken")
 
 
+@pytest.mark.seconds
 def test_a_superseded_copy_of_the_same_run_leaves_without_a_word_to_prefect(stage: StageRef) -> None:
     copy = subprocess.Popen(
         [sys.executable, "-c", COPY, stage.root], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -55,7 +55,7 @@ def two_turns(number: int, mask: torch.Tensor) -> torch.Tensor:
         {"train_lm_head": True, "norm_before_residual": False},
     ],
 )
-@pytest.mark.parametrize("masks", [None, two_turns])
+@pytest.mark.parametrize("masks", [pytest.param(None, marks=pytest.mark.seconds), two_turns])
 def test_rows_agree_with_the_library(verifier: str, change: dict[str, Any], masks: Any) -> None:
     config = TrainConfig(**{"precision": "fp32", "total_seq_len": 128, **change})
     model = build_model(config, vocabulary(), verifier, LAYER_IDS[:-1])

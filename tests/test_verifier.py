@@ -466,6 +466,7 @@ def ask(tmp_path: Path, endpoint: str, call: str, *, offline: bool = False, **fi
     return done.stdout.strip().split("\n")[-1]
 
 
+@pytest.mark.seconds
 def test_a_hub_model_is_resolved_fetched_and_found_again_offline(tmp_path: Path, hub: str) -> None:
     assert ask(tmp_path, hub, "resolve_revision", revision="main") == COMMIT
     before = ask(tmp_path, hub, "materialize", offline=True)
@@ -490,6 +491,7 @@ def test_a_hub_model_is_resolved_fetched_and_found_again_offline(tmp_path: Path,
     assert ask(tmp_path, hub, "materialize", revision=COMMIT, offline=True).startswith("InputError verifier.model")
 
 
+@pytest.mark.seconds
 def test_hub_errors_are_told_apart(tmp_path: Path, hub: str) -> None:
     absent = ask(tmp_path, hub, "resolve_revision", model="org/none")
     assert absent.startswith("InputError verifier.model: the hub has no model org/none")
