@@ -46,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _config(options: argparse.Namespace) -> PipelineConfig:
-    """The config, with the store's credentials in place."""
+    """The config, with the store's credentials in place and its store within reach."""
     from flows.config import load_config
+    from infra.storage import check_answer
 
     config = load_config(options.config, options.set)
     if config.credentials_block is not None:
@@ -58,6 +59,7 @@ def _config(options: argparse.Namespace) -> PipelineConfig:
         from flows.credentials import use_credentials
 
         asyncio.run(use_credentials(config))
+    check_answer(config.root)  # a mistyped address is told in seconds, where later ones are waited for
     return config
 
 
@@ -74,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
 
         from flows.pipeline import speculator_pipeline
 
-        logging.getLogger("draftsmith").handlers.clear()  # from here on Prefect prints these lines too
+        _leave_logs_to_prefect()
         try:
             outcome = asyncio.run(speculator_pipeline(config, options.until))
         except TerminationSignal:  # within a flow, Prefect's handler of SIGTERM replaces ours
@@ -217,6 +219,14 @@ def _log_to_stderr() -> None:
     logger = logging.getLogger("draftsmith")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # Prefect, where it is imported, prints what comes to the root logger
+
+
+def _leave_logs_to_prefect() -> None:
+    """From here on Prefect prints our lines with its own, and sends them to its UI."""
+    logger = logging.getLogger("draftsmith")
+    logger.handlers.clear()
+    logger.propagate = True
 
 
 def _end_on_signals() -> None:

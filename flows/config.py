@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from infra.config import Config
 from infra.errors import InputError
@@ -50,6 +50,14 @@ class PipelineConfig(Config):
     max_idle_attempts: int = Field(default=5, ge=1)
     """A deployment's run that dies is started again by itself; after this many attempts in a row that committed
     nothing new it fails instead."""
+
+    @field_validator("root")
+    @classmethod
+    def _is_a_root(cls, root: str) -> str:
+        scheme, separator, rest = root.partition("://")
+        if separator and (scheme not in ("file", "s3") or not rest.strip("/")):
+            raise ValueError(f"{root!r} is neither a folder nor of the form s3://bucket/prefix")
+        return root
 
     @model_validator(mode="after")
     def _answers_fit(self) -> Self:

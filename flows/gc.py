@@ -9,17 +9,19 @@ from typing import Any
 from infra import storage
 from infra.errors import InputError
 from infra.garbage import Item, remove, survey
+from infra.schemas import STAGES
 
 
 def collect_garbage(options: argparse.Namespace) -> None:
     """Print a line for each item, with its size and why it is garbage, and the totals.
 
     Raises:
-        InputError: there is nothing at the root.
+        InputError: it is no artifact root.
     """
     root: str = options.uri
-    if not storage.list_sizes(root):
-        raise InputError(root, "holds nothing; give an artifact root")
+    folders = {name.partition("/")[0] for name in storage.list_sizes(root)}
+    if not folders & {*STAGES, "runs"}:
+        raise InputError(root, "is no artifact root: it holds no stage and no run")
     found = survey(root, complete_stages=options.complete_stages)
     gone: list[Item] = []
     if not options.json:

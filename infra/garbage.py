@@ -155,6 +155,13 @@ def _unneeded(
     old = {place for place, objects in stages.items() if all(_is_old_object(one, now) for one in objects.values())}
     free = unreferenced(root, listing, stages, old - live, notes)
     finished = {place for place in free if "manifest.json" in stages[place]}
+    unknown = {place for place in finished if manifest.read_manifest(storage.join(root, *place)) is None}
+    if unknown:
+        notes += [
+            f"the manifest of {'/'.join(place)} cannot be read; the stage is kept" for place in sorted(unknown)
+        ]
+        free = unreferenced(root, listing, stages, free - unknown, [])
+        finished &= free
     if not finished or complete_stages:
         return free
     notes.append(f"{len(finished)} complete stages that no run refers to are kept; --complete-stages removes them")

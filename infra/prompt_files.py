@@ -113,7 +113,8 @@ def _text(file: IO[bytes]) -> io.TextIOWrapper:
 
 def _csv(file: IO[bytes]) -> Iterator[Entry]:
     csv.field_size_limit(sys.maxsize)  # a prompt may be longer than the library's 128 KiB
-    yield from csv.DictReader(_text(file))
+    # strict: a quote that nothing closes is damage, and not one prompt made of all the rows after it
+    yield from csv.DictReader(_text(file), strict=True)
 
 
 def _json(file: IO[bytes]) -> Iterator[Entry]:

@@ -67,7 +67,9 @@ def _raw_messages(entry: dict[str, Any], columns: Columns, turns: str) -> list[A
         return [{"role": "user", "content": text} for text in (prompt if isinstance(prompt, list) else [prompt])]
     if (instruction := entry.get(columns.instruction or "instruction")) is not None:
         about = entry.get(columns.input or "input")
-        if isinstance(instruction, str) and isinstance(about, str) and about.strip():
+        if about is not None and not isinstance(about, str):
+            raise UnusableRow("wrong_type")
+        if isinstance(instruction, str) and about and about.strip():
             instruction = f"{instruction}\n\n{about}"
         return [{"role": "user", "content": instruction}]
     raise UnusableRow("no_prompt")

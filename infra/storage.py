@@ -28,6 +28,7 @@ from infra.storage_local import ObjectInfo
 
 __all__ = [
     "ObjectInfo",
+    "check_answer",
     "check_root",
     "compare_and_set",
     "create",
@@ -70,6 +71,17 @@ class Store(Protocol):
 def join(uri: str, *parts: str) -> str:
     """`uri` with `parts` appended, joined by single slashes."""
     return "/".join([uri.rstrip("/"), *(part.strip("/") for part in parts if part)])
+
+
+def check_answer(root: str, limit_seconds: float = CHECK_SECONDS) -> None:
+    """Have the root's store answer once, and write nothing; a folder need not be there yet.
+
+    Raises:
+        InputError: credentials, bucket or rights are wrong.
+        StorageError: the store does not answer.
+    """
+    if _store(root) is storage_s3:
+        storage_s3.reach(root, limit_seconds)
 
 
 def check_root(root: str, limit_seconds: float = CHECK_SECONDS) -> None:

@@ -21,7 +21,8 @@ class Finding:
     Args:
         where: `<stage>/<key>`, `<stage>/<key> shard <id>`, or an object's name.
         problem: None when it is right, else what is wrong.
-        extra: it is only there besides, and `problem` says why it does not count: `draftsmith gc` removes such.
+        extra: it is only there besides, and `problem` says why it does not count. `draftsmith gc` removes such, but
+            for records.
     """
 
     where: str
@@ -52,7 +53,7 @@ def _verify_stage(stage_uri: str, names: list[str]) -> Iterator[Finding]:
     plan = manifest.read_plan(stage_uri)
     if not plan:
         yield Finding(where, "its plan cannot be read")
-        return
+        plan = tuple(Shard(name[7:-5]) for name in sorted(names) if _is_record(name))  # what it must have had
     stated = manifest.read_manifest(stage_uri)
     copies = manifest.records_of(stated) if stated else {}
     records = manifest.read_record_files(stage_uri, plan)
@@ -96,7 +97,7 @@ def _extra_objects(
 ) -> Iterator[Finding]:
     planned = {f"shards/{shard.shard}.json" for shard in plan}
     for name in sorted(names):
-        if name.startswith("shards/") and name.endswith(".json") and name not in planned:
+        if _is_record(name) and name not in planned:
             yield Finding(f"{where}/{name}", "a record of a shard that the plan does not have", extra=True)
     for name in manifest.unnamed(names, [*records.values(), *copies.values()]):
         yield Finding(f"{where}/{name}", "no record names it", extra=True)
@@ -113,6 +114,10 @@ def _verify_checkpoints(stage_uri: str, where: str, names: list[str]) -> Iterato
         elif problem := checkpoint_files.damage(stage_uri, ref):
             # An older one stands in for a damaged newest one, and so costs steps; damage to others costs nothing.
             yield Finding(place, f"the checkpoint is damaged: {problem}", extra=ref != committed[0])
+
+
+def _is_record(name: str) -> bool:
+    return name.startswith("shards/") and name.endswith(".json")
 
 
 def _is_object(body: bytes) -> bool:

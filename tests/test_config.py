@@ -91,6 +91,8 @@ WRONG_FIELDS = [
     pytest.param("evaluate.num_prompts", [4], "evaluate", "num_prompts", id="lists of different lengths"),
     pytest.param("verifier", None, "verifier", "required", id="missing section"),
     pytest.param("root", None, "root", "required", id="missing root"),
+    pytest.param("root", "gs://bucket/prefix", "root", "s3://bucket/prefix", id="another store"),
+    pytest.param("root", "s3://", "root", "s3://bucket/prefix", id="no bucket"),
     pytest.param("verifier.model", "/no/such/folder", "verifier.model", "not there", id="missing model folder"),
     pytest.param("verifier.model", "package:no-such-package", "verifier.model", "install", id="missing package"),
     pytest.param(

@@ -258,6 +258,26 @@ def test_a_complete_stage_that_is_kept_keeps_what_it_was_made_from(tmp_path: Pat
     assert found(tmp_path) == {}
 
 
+def test_a_complete_stage_whose_manifest_cannot_be_read_is_kept(tmp_path: Path) -> None:
+    torn = make(tmp_path, "prompts")
+    refer(tmp_path, make(tmp_path, "vocab"))
+    Path(torn.manifest_uri).write_bytes(b'{"shards": [')
+    age(tmp_path)
+    assert found(tmp_path, complete_stages=True) == {}
+    notes = survey(str(tmp_path), complete_stages=True).notes
+    assert f"the manifest of {place(torn)} cannot be read; the stage is kept" in notes
+
+
+def test_a_folder_that_is_no_root_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = tmp_path / ".other.partial"
+    left.write_bytes(b"not ours")
+    (tmp_path / "something").write_bytes(b"x")
+    age(tmp_path)
+    assert main(["gc", str(tmp_path), "--delete"]) == EXIT_WRONG_INPUT
+    assert "is no artifact root" in capsys.readouterr().err
+    assert left.exists()
+
+
 def test_a_stage_whose_rows_another_one_keeps_is_kept(tmp_path: Path) -> None:
     earlier = make(tmp_path, "responses")
     refer(tmp_path, make(tmp_path, "responses", redo_from=earlier.key))

@@ -145,6 +145,7 @@ def test_no_line_stops_the_rest(data: bytes) -> None:
         ("q.json", b"[" * 100_000),
         ("q.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 1000, mtime=0)[:-12]),
         ("q.jsonl", b"\x1f\x8bno gzip"),
+        ("q.csv", b'prompt\nfirst\n"stray quote\nsecond\nthird\n'),
         ("q.parquet", b"PAR1"),
         ("q.parquet", as_parquet(ROWS)[:-40]),
         ("q.parquet", b""),

@@ -115,6 +115,7 @@ def test_system_messages(turns: str, fields: dict[str, Any], with_own: Any, with
         ("wrong_type", {"conversations": ["Hi."]}, {}),
         ("wrong_type", {"messages": '{"role": "user"}'}, {}),
         ("wrong_type", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}),
+        ("wrong_type", {"instruction": "Sum.", "input": 5}, {}),
         ("wrong_type", {"prompt": "Hi.", "sys": 3}, {"columns": {"system": "sys"}}),
         ("broken_utf8", {"prompt": "half a pair \ud83d"}, {}),
         ("broken_utf8", {"prompt": "Hi.", "domain": "\udcff"}, {}),

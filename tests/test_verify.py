@@ -108,6 +108,15 @@ def test_a_run_that_cannot_be_read_is_a_problem(tmp_path: Path, capsys: pytest.C
     assert "PROBLEM runs/two.json" in capsys.readouterr().out
 
 
+def test_a_torn_plan_does_not_hide_what_else_is_wrong(tmp_path: Path) -> None:
+    stage = make_stage(tmp_path, count=3)
+    Path(stage.plan_uri).write_bytes(b'{"stage": "pro')
+    shards = sorted(Path(stage.uri, "shards").glob("00001-*"))
+    shards[0].write_bytes(b"rows of 0000X")
+    assert problems(tmp_path)[0] == f"prompts/{stage.key}"
+    assert f"prompts/{stage.key} shard 00001" in problems(tmp_path)
+
+
 def test_a_foreign_plan_is_a_problem(tmp_path: Path) -> None:
     stage, other = make_stage(tmp_path), make_stage(tmp_path / "other", seed=2)
     Path(stage.plan_uri).write_bytes(Path(other.plan_uri).read_bytes())

@@ -287,3 +287,24 @@ def test_the_same_run_on_s3_and_once_more(s3_environment: LocalS3, tmp_path: Pat
         assert {name: after[name] for name in kept} == kept
     finally:
         commands.end()
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_root_at_the_same_time_share_the_work(
+    finished: Finished, commands: Commands, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    runs = [commands.start(root, "evaluate.methods=[none]") for _ in range(2)]
+    for run in runs:
+        assert run.finish() == EXIT_DONE, run.log[-5000:]
+    assert [finding for finding in verify(str(root)) if finding.problem] == []
+    made = Counter(line.split()[0] for run in runs for line in run.stdout.splitlines() if "  made  " in line)
+    assert made == dict.fromkeys(STAGES, 1), "each stage is made by one of them, and reused by the other"
+    ours = [
+        row
+        for shard in sorted((root / "responses").glob("*/shards/*.parquet"))
+        for row in pq.read_table(shard).to_pylist()
+    ]
+    assert [(row["sample_id"], row["status"]) for row in ours] == [
+        (row["sample_id"], row["status"]) for row in rows_of(finished, "responses")
+    ]
