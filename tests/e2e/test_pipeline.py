@@ -217,13 +217,14 @@ def test_verify_passes_and_names_a_flipped_byte(
     finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(finished.root)]) == EXIT_DONE
-    shutil.copytree(finished.folder("hidden_states"), copy := tmp_path / "hidden_states" / "copy")
+    folder = finished.folder("hidden_states")
+    shutil.copytree(folder, copy := tmp_path / "hidden_states" / folder.name)
     shard, record = random.Random(SEED).choice(sorted(read_records(str(copy)).items()))
     data = bytearray((copy / record.data_path).read_bytes())
     data[random.Random(SEED).randrange(len(data))] ^= 0x10
     (copy / record.data_path).write_bytes(data)
     assert main(["verify", str(copy)]) == EXIT_FAILED
-    assert f"hidden_states/copy shard {shard}: " in capsys.readouterr().out
+    assert f"hidden_states/{folder.name} shard {shard}: " in capsys.readouterr().out
 
 
 def test_the_same_command_again_reuses_everything_and_starts_no_vllm(
