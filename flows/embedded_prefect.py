@@ -7,6 +7,7 @@ outlives a killed parent. Its database stays in the cache folder: earlier runs r
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import socket
@@ -51,14 +52,25 @@ def prefect_api(*, services: bool = False) -> Iterator[str]:
     # The pages would otherwise ask the default port, where nobody listens.
     env = {"PREFECT_SERVER_UI_API_URL": url}
     token = process_token("prefect", str(home))
-    with GuardedProcess.start(command, token=token, env=env, log_path=log) as server:
-        _wait_until_healthy(url, server, log)
+    with contextlib.ExitStack() as stack:
+        with _alone(home):
+            server = stack.enter_context(GuardedProcess.start(command, token=token, env=env, log_path=log))
+            _wait_until_healthy(url, server, log)
         logger.info("Prefect's UI for this run: http://127.0.0.1:%d (ends with the run).", port)
         os.environ["PREFECT_API_URL"] = url
         try:
             yield url
         finally:
             del os.environ["PREFECT_API_URL"]
+
+
+@contextlib.contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """One start at a time: two servers that bring the same new database into shape break each other's work."""
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / "start.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _wait_until_healthy(url: str, server: GuardedProcess, log: Path) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from flows.embedded_prefect import prefect_api
+from infra.locations import project_home
 from infra.processes import living, process_token
 
 pytestmark = pytest.mark.e2e
@@ -31,3 +34,13 @@ def test_a_server_that_is_named_is_used(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
     with prefect_api() as url:
         assert url == "http://127.0.0.1:1/api"
+
+
+def test_two_runs_may_start_on_one_new_database_at_the_same_time(tmp_path: Path) -> None:
+    program = "from flows.embedded_prefect import prefect_api\nwith prefect_api():\n    pass"
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path)}
+    environment.pop("PREFECT_API_URL", None)
+    started = [
+        subprocess.Popen([sys.executable, "-c", program], cwd=project_home(), env=environment) for _ in range(2)
+    ]
+    assert [process.wait(300) for process in started] == [0, 0]

@@ -266,7 +266,7 @@ def test_another_evaluation_redoes_the_evaluation_only(finished: Finished, comma
     after = modification_times(finished.root)
     assert {name: after[name] for name in objects} == objects
     made = {Path(name).relative_to(finished.root).parts[0] for name in after.keys() - objects.keys()}
-    assert made == {"runs", "evaluations"}
+    assert made == {"runs", "evaluations", "leases"}
     assert re.findall(r"Finished in state Cached\('(\w+)/", run.log) == list(STAGES[:-1])
 
 
