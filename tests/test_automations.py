@@ -53,6 +53,7 @@ def test_a_run_that_was_failed_or_cancelled_is_not_put_back() -> None:
     assert automation("resume").trigger.after == {"prefect.flow-run.Crashed"}
 
 
+@pytest.mark.seconds
 def test_without_a_server_there_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_wrong_override_gives_one_line(
     assert not (tmp_path / "root").exists()
 
 
+@pytest.mark.seconds
 def test_the_command_itself_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
     wrong = changed(tree(tmp_path / "root", "unused"), "generate.max_tokens", -5)
     argv = [sys.executable, "-m", "flows.cli", "run", write(tmp_path, wrong)]

@@ -262,6 +262,7 @@ with engine(sys.argv[1], Path(sys.argv[2]), tokens_per_request=10) as running:
 """
 
 
+@pytest.mark.seconds
 def test_what_a_killed_run_leaves_is_ended_and_deleted(token: str, tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", KILLED_PARENT, token, str(tmp_path)],

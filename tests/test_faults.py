@@ -182,7 +182,7 @@ def test_a_thousand_faults_of_the_store_lose_no_row(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_many_more_faults_lose_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(1_000, 1_500):
+    for seed in range(1_000, 1_150):
         run_over_faulty_store(seed, monkeypatch)
 
 
@@ -205,6 +205,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> FlakyS3Client:
     return client
 
 
+@pytest.mark.seconds
 def test_a_thousand_faults_of_the_wire_are_not_even_seen(wire: FlakyS3Client) -> None:
     seed = 0
     while wire.draw.met.total() < NUM_FAULTS:
@@ -218,6 +219,7 @@ def test_a_thousand_faults_of_the_wire_are_not_even_seen(wire: FlakyS3Client) ->
     assert set(wire.draw.met) == {"503", "SlowDown", "no connection", "lost answer", "short read"}
 
 
+@pytest.mark.seconds
 def test_a_writer_whose_answer_is_lost_knows_its_own_write(
     wire: FlakyS3Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_of_eight_that_try_at_once_one_holds_it(uri: str) -> None:
     won[0]._thread.join()
 
 
+@pytest.mark.seconds
 def test_it_is_renewed_and_so_never_taken(uri: str) -> None:
     with taken(uri, timing=QUICK) as lease:
         other = waiter(uri, timing=QUICK)

@@ -127,6 +127,7 @@ def test_orphans_end_with_the_child(token: str, tmp_path: Path) -> None:
     assert living(token) == []
 
 
+@pytest.mark.seconds
 def test_a_killed_guard_leaves_nothing_either(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "SWEEP_SECONDS", 1.0)
     process = start_tree(token, tmp_path)
@@ -146,6 +147,7 @@ def test_stale_processes_are_found_by_token_and_our_own_are_spared(token: str, t
         assert sorted(living(token)) == sorted([ours.pid, *descendants(ours.pid)])
 
 
+@pytest.mark.seconds
 def test_what_another_living_process_started_is_spared_until_that_is_dead(
     token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

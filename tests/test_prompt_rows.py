@@ -159,6 +159,7 @@ ENTRY = JSON | st.fixed_dictionaries(
 
 
 @given(entry=ENTRY, turns=st.sampled_from(["last", "first", "all"]), system=st.sampled_from(["fill", "drop"]))
+@pytest.mark.seconds
 def test_whatever_a_row_holds_it_gives_a_conversation_or_a_reason(entry: Any, turns: str, system: str) -> None:
     try:
         messages, domain = conversation(entry, source(turns=turns, system=system))

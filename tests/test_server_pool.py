@@ -75,6 +75,7 @@ async def test_case_7_a_hung_engine_is_replaced_and_each_of_its_rows_asked_once_
     assert place.running == 0
 
 
+@pytest.mark.seconds
 async def test_a_server_that_works_slowly_is_left_alone() -> None:
     """No answer for three times the limit, but its tokens move."""
     fake = FakeOpenAIServer(lambda _p, _n: Reply(latency_seconds=1.5))
@@ -107,6 +108,7 @@ async def test_requests_go_to_the_server_with_the_fewest_in_flight() -> None:
     assert other.requests.total() > 3 * one.requests.total()
 
 
+@pytest.mark.seconds
 async def test_a_dead_servers_rows_move_to_the_others_while_it_starts_again() -> None:
     first = Place(lambda start: FakeOpenAIServer(lambda _p, _n: Reply(latency_seconds=0.3)))
     second = Place()
@@ -144,6 +146,7 @@ async def test_the_window_stays_bounded_when_all_load_falls_on_one_server() -> N
     assert fake.max_in_flight == 200
 
 
+@pytest.mark.seconds
 async def test_a_row_that_was_in_flight_when_many_servers_died_is_not_asked_again() -> None:
     place = Place(lambda _start: FakeOpenAIServer(lambda name, _n: Reply(kill=name == "p2")))
     async with pool_of(place.launch, concurrency=1) as pool:

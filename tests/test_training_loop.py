@@ -44,6 +44,7 @@ def ask_to_stop_after(trainer: Trainer, step: int) -> None:
     trainer._train_step = stepped  # type: ignore[method-assign]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_stopped_after_any_step_and_resumed_it_is_the_same(tmp_path: Path, optimizer: str) -> None:
     spec = write_spec(tmp_path, CONFIG.model_copy(update={"optimizer": optimizer}))

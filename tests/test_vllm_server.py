@@ -150,6 +150,7 @@ async def test_a_flag_that_vllm_refuses_is_the_users(tmp_path: Path, token: str)
             pass
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("interpreter")
 async def test_not_ready_in_time(
     tmp_path: Path, token: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -205,6 +206,7 @@ async def test_a_server_that_dies_is_seen(tmp_path: Path, token: str) -> None:
             await server.metrics_text()
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("interpreter")
 async def test_the_loop_is_not_blocked(tmp_path: Path, token: str) -> None:
     longest = 0.0
