@@ -132,7 +132,7 @@ async def test_servers_of_somebody_elses_are_asked_and_nothing_is_started(
     assert made["totals"]["status_counts"] == {"ok": NUM_ROWS, "truncated": 0, "failed": 0}
     assert slow.requests[PROBE] == quick.requests[PROBE] == 1
     assert slow.requests.total() + quick.requests.total() == NUM_ROWS + 2
-    assert quick.requests.total() > slow.requests.total() > 2
+    assert quick.requests.total() > slow.requests.total()  # one that is reached late may get none
     assert not (tmp_path / "starts").exists()
     runs = await task_runs()
     assert [runs[f"reach {url}"] for url in external] == [1, 1]
