@@ -213,7 +213,7 @@ def test_a_stream_given_up_disturbs_no_other(token: str, tmp_path: Path) -> None
     with engine(token, tmp_path, tokens_per_request=10) as running:
         given_up = running.stream("00000", [sample(f"a{n}") for n in range(5)])
         next(given_up)
-        given_up.close()  # type: ignore[attr-defined]
+        given_up.close()
         assert [result.sample_id for result in running.extract("00001", [sample("b"), sample("c")])] == ["b", "c"]
         assert list(staging(token).rglob("*")) == []
 

@@ -333,7 +333,7 @@ def test_cut_off_anywhere_a_removal_leaves_nothing_that_counts_and_is_not_whole(
         left = iter(range(deletions))
 
         def failing(uri: str, left: object = left) -> None:
-            if next(left, None) is None:  # type: ignore[call-overload]
+            if next(left, None) is None:
                 raise OSError("the node dies here")
             delete(uri)
 

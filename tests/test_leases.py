@@ -171,7 +171,7 @@ def test_a_dead_process_of_this_machine_is_replaced_at_once(uri: str) -> None:
         one = waiter(uri)
         assert one.try_take() is None
         os.kill(holder.pid, signal.SIGKILL)
-        assert eventually(lambda: Owner.is_dead(current(uri).owner))  # type: ignore[union-attr]
+        assert eventually(lambda: Owner.is_dead(current(uri).owner))
         lease = one.try_take()  # not reaped yet: a zombie is dead too
         assert lease is not None
         lease.release()
@@ -185,7 +185,7 @@ def test_a_dead_process_of_this_machine_is_replaced_at_once(uri: str) -> None:
 def test_of_a_process_elsewhere_nothing_is_known(field: str) -> None:
     gone = replace(Owner.here(), started=1)
     assert gone.is_dead()
-    assert not replace(gone, **{field: "elsewhere"}).is_dead()  # type: ignore[arg-type]
+    assert not replace(gone, **{field: "elsewhere"}).is_dead()
     assert not Owner.here().is_dead()
 
 
@@ -217,7 +217,7 @@ def test_a_store_that_is_away_is_waited_out(uri: str, monkeypatch: pytest.Monkey
     def broken(*args: bytes) -> bool:
         if away:
             raise StorageError("gone")
-        return swap(*args)  # type: ignore[arg-type]
+        return swap(*args)
 
     with taken(uri) as lease:
         monkeypatch.setattr(storage, "compare_and_set", broken)
@@ -234,15 +234,15 @@ def test_ones_own_write_that_was_sent_twice_is_no_loss(uri: str, monkeypatch: py
     swap = storage.compare_and_set
 
     def twice(*args: bytes) -> bool:
-        swap(*args)  # type: ignore[arg-type]
-        return swap(*args)  # type: ignore[arg-type]
+        swap(*args)
+        return swap(*args)
 
     with taken(uri) as lease:
         monkeypatch.setattr(storage, "compare_and_set", twice)
         lease.renew()
         assert not lease.lost
         lease.renew()
-        assert current(uri).renewed == 2  # type: ignore[union-attr]
+        assert current(uri).renewed == 2
 
 
 @pytest.mark.parametrize("body", [None, b'{"epoch": 3', b'{"epoch": "x"}'])
@@ -252,7 +252,7 @@ def test_a_lease_that_was_removed_or_torn_is_put_back(uri: str, body: bytes | No
         lease.renew()
         lease.renew()
         assert not lease.lost
-        assert current(uri).epoch == 1  # type: ignore[union-attr]
+        assert current(uri).epoch == 1
 
 
 def test_waiting_and_taking_over_are_told(uri: str, caplog: pytest.LogCaptureFixture) -> None:

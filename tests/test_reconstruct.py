@@ -215,4 +215,4 @@ def test_only_opting_in_changes_the_key() -> None:
     kimi = GenerateConfig(token_source="reconstructed", think_start_token_id=163606, think_end_token_id=163607)
     assert set(kimi.content()) == {"token_source", "think_start_token_id", "think_end_token_id"}
     with pytest.raises(ValidationError):
-        GenerateConfig(token_source="guessed")  # type: ignore[arg-type]
+        GenerateConfig(token_source="guessed")

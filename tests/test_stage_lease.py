@@ -62,11 +62,11 @@ async def test_it_is_held_inside_and_released_outside(stage: StageRef) -> None:
         found = current(uri(stage))
         assert found is not None
         assert (found.run, found.epoch, found.released) == ("the run", lease.epoch, False)
-    assert current(uri(stage)).released  # type: ignore[union-attr]
+    assert current(uri(stage)).released
     with pytest.raises(ZeroDivisionError):
         async with holding(stage, QUICK):
             raise ZeroDivisionError
-    assert current(uri(stage)).released  # type: ignore[union-attr]
+    assert current(uri(stage)).released
 
 
 async def test_lost_to_another_run_the_work_is_cancelled_and_the_error_says_to_whom(stage: StageRef) -> None:
@@ -85,7 +85,7 @@ async def test_lost_to_another_run_the_work_is_cancelled_and_the_error_says_to_w
     with pytest.raises(LeaseLost, match=r"node-7 \(flow run another run\)"):
         await asyncio.wait_for(body(), 30)
     assert cancelled
-    assert not current(uri(stage)).released  # type: ignore[union-attr]
+    assert not current(uri(stage)).released
     await asyncio.sleep(0.2)  # and nothing is cancelled later
 
 
@@ -112,7 +112,7 @@ async def test_a_cancellation_from_outside_stays_one(stage: StageRef) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert current(uri(stage)).released  # type: ignore[union-attr]
+    assert current(uri(stage)).released
 
 
 async def test_cancelled_while_it_is_lost_it_is_cancelled(stage: StageRef) -> None:

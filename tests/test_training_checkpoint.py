@@ -20,7 +20,7 @@ from infra.training.optimizer import DraftOptimizer
 def make(seed: int = 0, kind: str = "muon") -> tuple[nn.Module, DraftOptimizer]:
     torch.manual_seed(seed)
     model = nn.Linear(3, 2)
-    optimizer = DraftOptimizer(TrainConfig(optimizer=kind), dict(model.named_parameters()))  # type: ignore[arg-type]
+    optimizer = DraftOptimizer(TrainConfig(optimizer=kind), dict(model.named_parameters()))
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step(1e-3)
     return model, optimizer

@@ -41,7 +41,7 @@ def ask_to_stop_after(trainer: Trainer, step: int) -> None:
         train_step(batch)
         trainer.stop.asked = trainer.step == step
 
-    trainer._train_step = stepped  # type: ignore[method-assign]
+    trainer._train_step = stepped
 
 
 @pytest.mark.seconds
@@ -87,7 +87,7 @@ def test_before_a_checkpoint_it_looks_whether_a_later_run_holds_the_lease(tmp_pa
             assert other is not None
             other.release()
 
-    trainer._train_step = stepped  # type: ignore[method-assign]
+    trainer._train_step = stepped
     assert trainer.run() == "superseded"
     assert trainer.step == 10
     assert [ref.step for ref in checkpoint_files.find(spec.draft_uri)] == [5]
@@ -121,7 +121,7 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("schedule", "last"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0)])
 def test_the_learning_rate_rises_and_falls(schedule: str, last: float) -> None:
     config = TrainConfig(
-        learning_rate=1.0, warmup_steps=10, schedule=schedule, final_learning_rate_ratio=0.1  # type: ignore[arg-type]
+        learning_rate=1.0, warmup_steps=10, schedule=schedule, final_learning_rate_ratio=0.1
     )  # fmt: skip
     rates = [learning_rate(config, step, 100) for step in range(101)]
     assert rates[:10] == sorted(rates[:10])

@@ -261,4 +261,4 @@ def _etag(body: bytes) -> str:
 
 def _refusal(status: int, code: str) -> ClientError:
     answer = {"Error": {"Code": code, "Message": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    return ClientError(answer, "call")  # type: ignore[arg-type]
+    return ClientError(answer, "call")
