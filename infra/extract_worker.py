@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from vllm import LLM
 
-# The connector overrides a private method of vLLM's: another version may no longer call it, and then write nothing
-# or the wrong states without a word. Add a version once tests/e2e/test_extraction_states.py passes with it.
-TESTED_VLLM_VERSIONS = ("0.32.0",)
+# The connector overrides private methods of vLLM's: another version may no longer call them, and then write nothing
+# or the wrong states without a word. Add a version once tests/e2e/test_extraction_states.py passes with it, or, on
+# a GPU, tests/gpu/test_connector_cuda.py.
+TESTED_VLLM_VERSIONS = ("0.24.0", "0.32.0")
 EXIT_REFUSED = 2
 # A file is renamed into place by a writer thread shortly after its sample is reported finished.
 FILE_TIMEOUT_SECONDS = 120.0
@@ -112,6 +113,9 @@ def _start_engine(flags: list[str], layer_ids: list[int]) -> LLM:
     args.speculative_config = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
+        # vLLM 0.24 pads the states of a small step up to the size of a CUDA graph and writes the padding over the
+        # last slot of its cache. The one layer that stores them gains nothing from a graph.
+        "enforce_eager": True,
         "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}},
     }
     # The path is the module's name as vLLM's own processes import it, from the search path set below.
@@ -129,9 +133,10 @@ def _start_engine(flags: list[str], layer_ids: list[int]) -> LLM:
 
 def _extract(llm: LLM, request: dict[str, Any], max_model_len: int) -> dict[str, Any]:
     """Run one request's samples through the engine; the reply for it."""
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMClientError
+    from vllm import SamplingParams, exceptions
 
+    # Of vLLM 0.24 all refusals are ValueErrors; its later ones have a base of their own.
+    refusals = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
     started = time.monotonic()
     staging: str = request["staging"]
     results: list[dict[str, str]] = []
@@ -153,7 +158,7 @@ def _extract(llm: LLM, request: dict[str, Any], max_model_len: int) -> dict[str,
         )
         try:
             llm.enqueue([{"prompt_token_ids": input_ids}], params, use_tqdm=False)
-        except (VLLMClientError, ValueError) as error:  # for example an id outside the vocabulary
+        except refusals as error:  # for example an id outside the vocabulary
             result["error"] = f"vLLM refuses the prompt: {_one_line(error)}"
             continue
         result["path"] = path
