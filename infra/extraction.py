@@ -32,7 +32,8 @@ from infra.config import CONTENT, Config
 from infra.errors import InfrastructureError, InputError, ServerError
 from infra.extract_process import ExtractProcess
 from infra.extraction_rows import BuiltShard, ExtractResult, ExtractSample, build_shard, samples_of
-from infra.hidden_states import HiddenStatesMeta, states_problem
+from infra.hidden_states import HiddenStatesMeta
+from infra.state_checks import states_problem
 from infra.verifier import Verifier, default_layer_ids
 from infra.vllm_config import VllmConfig
 
@@ -245,23 +246,25 @@ class ExtractionEngine:
 
     def _result(self, sample: ExtractSample, answer: dict[str, str]) -> ExtractResult:
         """Map and check one sample's file. Effects: deletes the file."""
-        error, states = answer.get("error"), None
-        if error is None:
+        states = None
+        if error := answer.get("error"):
+            error = f"vllm: {error}"
+        else:
             path = answer["path"]
             try:
                 error, states = self._checked(sample, load_file(path))
                 os.unlink(path)  # its pages stay mapped for as long as the states are held
             except (OSError, SafetensorError, KeyError) as problem:
-                error = f"the staged file cannot be read: {problem!r}"
+                error = f"vllm: the staged file cannot be read: {problem!r}"
         return ExtractResult(sample.sample_id, error, None if error else states)
 
     def _checked(self, sample: ExtractSample, staged: dict[str, Tensor]) -> tuple[str | None, Tensor]:
         states = staged["hidden_states"]  # [tokens, layers, hidden]
         ids = staged["token_ids"].tolist()
         if ids != list(sample.input_ids):
-            return f"vLLM saw {len(ids)} ids that are not the {len(sample.input_ids)} of the response", states
+            return f"ids: vLLM saw {len(ids)} that are not the {len(sample.input_ids)} of the response", states
         if states.ndim != 3 or states.shape[2] != self.meta.hidden_size:
-            return f"states of shape {list(states.shape)} from a verifier of width {self.meta.hidden_size}", states
+            return f"length: states of shape {list(states.shape)} from a verifier of width {self.meta.hidden_size}", states
         return states_problem(states, sample.input_ids, self.meta.layer_ids), states
 
     def _folder(self, number: int) -> Path:

@@ -228,37 +228,6 @@ def payload_problem(num_tokens: int, meta: HiddenStatesMeta) -> str | None:
     )
 
 
-def states_problem(states: Tensor, input_ids: Sequence[int], layer_ids: Sequence[int]) -> str | None:
-    """Why these states cannot be what a model computed; None if they can.
-
-    Hybrid verifiers have given all-zero, constant, NaN and Inf states, on which training "converges" to an
-    acceptance of 0 (vllm#46301, speculators#613). Reads the states once, at 2 GB/s a core.
-
-    Args:
-        states: [tokens, layers, hidden].
-        input_ids: the tokens they belong to.
-        layer_ids: of the second dimension, for the message.
-    """
-    if states.shape[0] != len(input_ids) or states.shape[1] != len(layer_ids):
-        return f"states of shape {list(states.shape)} for {len(input_ids)} tokens and {len(layer_ids)} layers"
-    high, low = states.amax(dim=-1), states.amin(dim=-1)  # [tokens, layers]; NaN where any value is
-    for problem, where in (
-        ("not finite", ~(high.isfinite() & low.isfinite())),
-        ("all zero", (high == 0) & (low == 0)),
-        ("constant", high == low),
-    ):
-        if bool(where.any()):
-            token, layer = where.nonzero()[0].tolist()
-            count = int(where.any(dim=1).sum())
-            return f"{problem} at layer {layer_ids[layer]}, token {token} ({count} of {len(input_ids)} tokens)"
-    # The same token over and over rightly gives the same state over and over.
-    if len(set(input_ids)) > 1:
-        for layer in ((high == high[0]) & (low == low[0])).all(dim=0).nonzero().flatten().tolist():
-            if bool((states[:, layer] == states[0, layer]).all()):
-                return f"the same at every token of layer {layer_ids[layer]}"
-    return None
-
-
 def _row_table(row: HiddenRow, meta: HiddenStatesMeta, table_schema: pa.Schema) -> pa.Table:
     columns: dict[str, Any] = {
         "sample_id": [row.sample_id],

@@ -199,7 +199,7 @@ def _shape(folder: Path, trust_remote_code: bool) -> dict[str, int]:
     if not isinstance(outer, dict):
         raise InputError(MODEL_FIELD, f"config.json of {folder.name} is not an object")
     # Other names (n_embd), or left to the architecture's defaults: only transformers knows those.
-    return _numbers({**outer, **_text_config(outer)}) or _shape_by_transformers(folder, trust_remote_code)
+    return _numbers({**outer, **text_config(outer)}) or _shape_by_transformers(folder, trust_remote_code)
 
 
 def _numbers(config: dict[str, Any]) -> dict[str, int] | None:
@@ -208,10 +208,11 @@ def _numbers(config: dict[str, Any]) -> dict[str, int] | None:
     return found if len(found) == len(_SHAPE) else None
 
 
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the language model; all of it where the model is not wrapped."""
     for name in _TEXT_CONFIGS:
         if isinstance(inner := config.get(name), dict):
-            return _text_config(inner)
+            return text_config(inner)
     return config
 
 

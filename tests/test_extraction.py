@@ -125,13 +125,13 @@ def test_what_is_staged_stays_bounded(token: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("nan", "not finite at layer 2, token 1"),
-        ("inf", "not finite at layer 30, token 9"),
-        ("zero", "all zero at layer 2, token 1"),
-        ("constant", "constant at layer 2, token 0 (10 of 10 tokens)"),
-        ("same", "the same at every token of layer 2"),
-        ("short", "states of shape [6, 4, 8] for 10 tokens"),
-        ("ids", "vLLM saw 10 ids that are not the 10 of the response"),
+        ("nan", "not finite: layer 2, token 1"),
+        ("inf", "not finite: layer 30, token 9"),
+        ("zero", "all zero: layer 2, token 1"),
+        ("constant", "constant: layer 2, token 0 (10 of 10 tokens)"),
+        ("same", "constant: the same at every token of layer 2"),
+        ("short", "length: states of shape [6, 4, 8] for 10 tokens"),
+        ("ids", "ids: vLLM saw 10 that are not the 10 of the response"),
         ("torn", "the staged file cannot be read"),
         ("long", "4096 tokens; extraction takes 1 to 2047"),
     ],
@@ -310,7 +310,7 @@ def test_every_response_gives_exactly_one_row(token: str, tmp_path: Path, caplog
     assert [row["status"] for row in written] == ["ok", "failed", "failed", "truncated", "failed"]
     assert written[1]["error"] == "response failed: timed out after 1800 s"
     assert written[1]["input_ids"] == []
-    assert written[2]["error"].startswith("not finite at layer 2, token 1")
+    assert written[2]["error"].startswith("not finite: layer 2, token 1")
     assert written[2]["input_ids"] == list(sample("nan-1").input_ids)
     assert "nan-1" in caplog.text
     first, second = decode(data)

@@ -24,7 +24,6 @@ from infra.hidden_states import (
     encode,
     payload_problem,
     schema,
-    states_problem,
 )
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -196,55 +195,6 @@ def test_a_sample_too_large_for_parquet_is_told_before() -> None:
     longest = MAX_VALUE_BYTES // (3 * 7168 * 2)
     assert payload_problem(longest, meta) is None
     assert "more than" in str(payload_problem(longest + 1, meta))
-
-
-def sane(num_tokens: int = 10) -> torch.Tensor:
-    return torch.randn(num_tokens, 4, 8, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-
-
-def damaged(kind: str) -> torch.Tensor:
-    damage = sane()
-    if kind == "nan":
-        damage[4, 1, 3] = float("nan")
-    elif kind == "inf":
-        damage[9, 3, 7] = float("-inf")
-    elif kind == "zero everywhere":
-        damage[:] = 0
-    elif kind == "zero at one token":
-        damage[6, 2] = 0
-    elif kind == "constant":
-        damage[:, 1] = 2.5
-    elif kind == "same at every token":
-        damage[:, 2] = damage[3, 2]
-    elif kind == "short":
-        damage = damage[:6]
-    elif kind == "layer lost":
-        damage = damage[:, :3]
-    return damage
-
-
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("nan", "not finite at layer 15, token 4 (1 of 10 tokens)"),
-        ("inf", "not finite at layer 30, token 9 (1 of 10 tokens)"),
-        ("zero everywhere", "all zero at layer 2, token 0 (10 of 10 tokens)"),
-        ("zero at one token", "all zero at layer 27, token 6 (1 of 10 tokens)"),
-        ("constant", "constant at layer 15, token 0 (10 of 10 tokens)"),
-        ("same at every token", "the same at every token of layer 27"),
-        ("short", "states of shape [6, 4, 8] for 10 tokens and 4 layers"),
-        ("layer lost", "states of shape [10, 3, 8] for 10 tokens and 4 layers"),
-        ("none", None),
-    ],
-)
-def test_states_that_no_model_computes_are_found(kind: str, said: str | None) -> None:
-    assert states_problem(damaged(kind), list(range(10)), META.layer_ids) == said
-
-
-def test_one_token_over_and_over_may_have_one_state() -> None:
-    repeated = sane(1).expand(10, 4, 8)
-    assert states_problem(repeated, [7] * 10, META.layer_ids) is None
-    assert states_problem(sane(1), [7], META.layer_ids) is None
 
 
 @pytest.mark.seconds

@@ -1,0 +1,190 @@
+"""Checks that a sample's hidden states must pass before they count: each refuses by its own name.
+
+- `ids`, `length`: the states are of these tokens, of all of them (infra/extraction.py)
+- `not finite`, `all zero`, `constant`: no model computed this (`states_problem`)
+- `norms`: a layer's states are as long as in the stage's other samples (infra/state_norms.py)
+- `off-policy`: the verifier's own head predicts the completion from them (infra/on_policy.py)
+
+    checks = StateChecks(config.checks, meta, open_head(config.checks, verifier))   # once a stage
+    checks.learn(record.extra for record in records)                                # of a resumed stage
+    built = build_shard(responses, results, meta, checks)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from infra import on_policy, state_norms
+from infra.errors import InputError
+from infra.hidden_states import HiddenStatesMeta
+from infra.on_policy import OnPolicy, OnPolicyConfig
+from infra.state_norms import Floats, LayerNorms, NormsCheck, NormsConfig
+from infra.verifier import Verifier
+from infra.verifier_head import UnknownHead, VerifierHead
+
+logger = logging.getLogger("draftsmith.extraction")
+
+
+class ChecksConfig(OnPolicyConfig, NormsConfig):
+    """What a sample's hidden states must pass before they count."""
+
+
+def open_head(config: ChecksConfig, verifier: Verifier) -> VerifierHead | None:
+    """The verifier's head for the on-policy check; None where that is off.
+
+    Raises:
+        InputError: the check is required, and the checkpoint's head is of no layout that is known.
+    """
+    if config.on_policy == "off":
+        return None
+    try:
+        return VerifierHead.open(verifier.path)
+    except UnknownHead as error:
+        if config.on_policy == "required":
+            raise InputError(
+                "extract.checks.on_policy", f"cannot be required of {verifier.name}: {error}"
+            ) from error
+        logger.warning(
+            "The on-policy check is off, so nothing will tell responses of another model from this one's: the head "
+            "of %s cannot be used, since %s.",
+            verifier.name,
+            error,
+        )
+        return None
+
+
+class StateChecks:
+    """The checks of one stage. Thread-safe: several shards are built at once.
+
+    Args:
+        meta: of the shards to be checked.
+        head: None turns the on-policy check off (`open_head`).
+    """
+
+    def __init__(self, config: ChecksConfig, meta: HiddenStatesMeta, head: VerifierHead | None) -> None:
+        self.config = config
+        self.head = head
+        self.norms = NormsCheck(config, meta.layer_ids)
+
+    def learn(self, extras: Iterable[Mapping[str, Any]]) -> None:
+        """Take the norms of shards made earlier into the stage's statistics, from their records' `extra`."""
+        for extra in extras:
+            if layer_norms := extra.get("layer_norms"):
+                self.norms.learn(LayerNorms.from_json(layer_norms))
+
+    def shard(self) -> ShardChecks:
+        """The checks of one shard, for one thread."""
+        return ShardChecks(self)
+
+
+@dataclass(frozen=True)
+class _Passed:
+    norms: Floats | None
+    on_policy: OnPolicy
+
+
+class ShardChecks:
+    """Judges the samples of one shard, and keeps what its record says of those that passed."""
+
+    def __init__(self, stage: StateChecks) -> None:
+        self._stage = stage
+        self._known = stage.norms.known()
+        self._passed: dict[str, _Passed] = {}
+
+    def problem(self, response: Mapping[str, Any], states: Tensor) -> str | None:
+        """Why a sample is refused, beginning with the name of the check; None if it is not.
+
+        Args:
+            response: a row of `schemas.RESPONSES`: its sample_id, input_ids, loss_mask and temperature.
+            states: [tokens, layers, hidden], which passed `states_problem`.
+        """
+        norms = state_norms.log_norms(states)
+        if self._known and (problem := self._stage.norms.problem(norms, self._known)):
+            return problem
+        found = OnPolicy()
+        if head := self._stage.head:
+            ids = response["input_ids"]
+            if max(ids) >= head.vocab_size:
+                return f"ids: token id {max(ids)} is not among the {head.vocab_size} of the verifier"
+            found = on_policy.measure(
+                head,
+                states[:, -1],
+                ids,
+                response["loss_mask"],
+                response["temperature"],
+                response["sample_id"],
+                self._stage.config,
+            )
+            if problem := on_policy.problem(found, self._stage.config):
+                return problem
+        self._passed[response["sample_id"]] = _Passed(norms, found)
+        return None
+
+    def late_problems(self) -> dict[str, str]:
+        """Samples that passed before there was anything to compare their norms with, and do not now, by id.
+
+        A stage's first shards are judged against themselves, when all their samples are through.
+        """
+        if self._known or not (own := self._own_norms()):
+            return {}
+        found = {name: self._stage.norms.problem(passed.norms, own) for name, passed in self._passed.items()}
+        refused = {name: problem for name, problem in found.items() if problem}
+        for name in refused:
+            del self._passed[name]
+        return refused
+
+    def close(self) -> dict[str, Any]:
+        """`layer_norms` and `on_policy` for the shard's record, where there are any.
+
+        Effects: the stage learns the norms.
+        """
+        extra: dict[str, Any] = {}
+        if own := self._own_norms():
+            self._stage.norms.learn(own)
+            extra["layer_norms"] = own.to_json()
+        total = sum((passed.on_policy for passed in self._passed.values()), OnPolicy())
+        if total.positions:
+            extra["on_policy"] = total.to_json()
+        return extra
+
+    def _own_norms(self) -> LayerNorms | None:
+        measured = [passed.norms for passed in self._passed.values() if passed.norms is not None]
+        return LayerNorms.of(measured) if measured else None
+
+
+def states_problem(states: Tensor, input_ids: Sequence[int], layer_ids: Sequence[int]) -> str | None:
+    """Why these states cannot be what a model computed, the check's name first; None if they can.
+
+    Hybrid verifiers have given all-zero, constant, NaN and Inf states, on which training "converges" to an
+    acceptance of 0 (vllm#46301, speculators#613). Reads the states once, at 2 GB/s a core.
+
+    Args:
+        states: [tokens, layers, hidden].
+        input_ids: the tokens they belong to.
+        layer_ids: of the second dimension, for the message.
+    """
+    if states.shape[0] != len(input_ids) or states.shape[1] != len(layer_ids):
+        return (
+            f"length: states of shape {list(states.shape)} for {len(input_ids)} tokens and {len(layer_ids)} layers"
+        )
+    high, low = states.amax(dim=-1), states.amin(dim=-1)  # [tokens, layers]; NaN where any value is
+    for problem, where in (
+        ("not finite", ~(high.isfinite() & low.isfinite())),
+        ("all zero", (high == 0) & (low == 0)),
+        ("constant", high == low),
+    ):
+        if bool(where.any()):
+            token, layer = where.nonzero()[0].tolist()
+            count = int(where.any(dim=1).sum())
+            return f"{problem}: layer {layer_ids[layer]}, token {token} ({count} of {len(input_ids)} tokens)"
+    # The same token over and over rightly gives the same state over and over.
+    if len(set(input_ids)) > 1:
+        for layer in ((high == high[0]) & (low == low[0])).all(dim=0).nonzero().flatten().tolist():
+            if bool((states[:, layer] == states[0, layer]).all()):
+                return f"constant: the same at every token of layer {layer_ids[layer]}"
+    return None
