@@ -16,6 +16,7 @@ from infra.config import Config
 from infra.errors import InputError
 from infra.evaluation import EvaluateConfig
 from infra.extraction import ExtractConfig
+from infra.gpu_sets import check_set_sizes
 from infra.inference import GenerateConfig
 from infra.prompts import PromptsConfig
 from infra.training.config import TrainConfig
@@ -72,12 +73,10 @@ class PipelineConfig(Config):
 
     @model_validator(mode="after")
     def _gpus_fit(self) -> Self:
-        for gpus in self.generate.servers.gpu_sets or []:
-            if len(gpus) != self.vllm.gpus_per_server:
-                raise ValueError(
-                    f"generate.servers.gpu_sets: {gpus} has {len(gpus)} GPUs, but the parallel sizes of vllm "
-                    f"(tensor x pipeline x data) need {self.vllm.gpus_per_server}"
-                )
+        servers, vllm = self.generate.servers, self.vllm
+        sizes = "tensor x pipeline"
+        check_set_sizes(servers.gpu_sets, vllm.gpus_per_server, "generate.servers.gpu_sets", f"{sizes} x data")
+        check_set_sizes(self.extract.gpu_sets, vllm.gpus_per_engine, "extract.gpu_sets", sizes)
         return self
 
 

@@ -5,8 +5,8 @@
             results = engine.stream(shard, samples_of(responses))
             data, rows, status_counts = build_shard(responses, results, engine.meta)
 
-The engine loads the verifier once and serves many shards. Its states come through files in a staging folder on the
-local disk that this process owns: each is mapped, checked and deleted before the next request's are awaited.
+The engine loads the verifier once and serves many shards. Its states come through files in a staging folder that
+this process owns (`infra.staging`): each is mapped, checked and deleted, and what lies there at once is bounded.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ import itertools
 import logging
 import os
 import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from infra.config import CONTENT, Config
 from infra.errors import InfrastructureError, InputError, ServerError
 from infra.extract_process import ExtractProcess
+from infra.extraction_config import ExtractConfig, engine_configs, resolve_layer_ids
 from infra.extraction_rows import BuiltShard, ExtractResult, ExtractSample, build_shard, samples_of
 from infra.hidden_states import HiddenStatesMeta
 from infra.state_checks import states_problem
-from infra.verifier import Verifier, default_layer_ids
+from infra.staging import Staging
+from infra.verifier import Verifier
 from infra.vllm_config import VllmConfig
 
 __all__ = [
@@ -44,6 +43,7 @@ __all__ = [
     "ExtractSample",
     "ExtractionEngine",
     "build_shard",
+    "engine_configs",
     "resolve_layer_ids",
     "samples_of",
 ]
@@ -51,51 +51,13 @@ __all__ = [
 WORKER = Path(__file__).resolve().parent / "extract_worker.py"
 # One request is worked on while the next lies ready, so that the engine never waits for the checks here.
 REQUESTS_IN_FLIGHT = 2
-# Room that must stay free on the staging disk, beyond the states that are asked for.
-STAGING_RESERVE_BYTES = 256 * 2**20
-# The widest that vLLM keeps a state: float32.
-MAX_BYTES_PER_VALUE = 4
+# Tokens of one request at most: several batches of the engine (max_num_batched_tokens is 2,048 to 16,384), so that
+# the end of a request, when the batch runs empty, costs little. More would only lie in the staging for longer.
+MAX_REQUEST_TOKENS = 65_536
+# Of a staged file beside its states: its header, and each id.
+FILE_BYTES, ID_BYTES = 1024, 8
 
 logger = logging.getLogger("draftsmith.extraction")
-
-
-class ExtractConfig(Config):
-    """Which hidden states are extracted, and how."""
-
-    layer_ids: Annotated[list[int] | None, CONTENT] = None
-    """Layers whose states are kept, ascending, the last being the verifier's number of layers; the ones before it
-    feed the draft. By default layer 2, the middle one, the third from the end, and the last."""
-    encoding: Annotated[Literal["bf16"], CONTENT] = "bf16"
-    """How the states are stored. `bf16`: as they are."""
-    max_failed_share: float = Field(default=0.02, ge=0.0, le=1.0)
-    """Share of the samples that may fail before the stage does."""
-    tokens_per_request: int = Field(default=65_536, ge=1)
-    """Tokens given to the engine at once. Bounds the staging folder to the states of two such requests; many small
-    requests leave the engine half empty."""
-    timeout_seconds: float = Field(default=3600.0, gt=0.0)
-    """How long one request may take before the engine counts as hung and is ended."""
-    staging_folder: str | None = None
-    """Folder on a local disk for states on their way; by default the system's temporary folder."""
-
-
-def resolve_layer_ids(config: ExtractConfig, verifier: Verifier) -> list[int]:
-    """The layers to extract, checked against the verifier.
-
-    Raises:
-        InputError: they are not ascending ids of its layers that end with the last.
-    """
-    last = verifier.num_hidden_layers
-    ids = config.layer_ids
-    if ids is None:
-        return default_layer_ids(last)
-    ascending = all(one < other for one, other in itertools.pairwise(ids))
-    if len(ids) < 2 or not ascending or ids[0] < 1 or ids[-1] != last:
-        raise InputError(
-            "extract.layer_ids",
-            f"{ids} must be at least two ascending ids from 1 to {last}, the last of them {last}: "
-            f"{verifier.name} has {last} layers",
-        )
-    return list(ids)
 
 
 class ExtractionEngine:
@@ -105,12 +67,13 @@ class ExtractionEngine:
         log_path: file that the process's output is appended to.
         token: name of this piece of work (`process_token`); what an earlier run of it left behind, processes and
             staged files, is ended and deleted first.
+        staging: the stage's, open, where engines share it; by default the engine opens one of its own.
         trust_remote_code: let vLLM run code that comes with the model.
         worker: the program run with vLLM's interpreter; another one in tests only.
 
     Attributes:
         meta: what the shards built of its states say in their metadata.
-        staging: folder of the states on their way; gone when the engine has stopped.
+        staging: of the states on their way; nothing of this engine's is left in it when it has stopped.
 
     Raises, on entering:
         InputError: the layer ids do not fit the verifier; vLLM is not there, or is of an untested version.
@@ -127,6 +90,7 @@ class ExtractionEngine:
         token: str,
         trust_remote_code: bool = False,
         worker: Path = WORKER,
+        staging: Staging | None = None,
     ) -> None:
         self._config = config
         self._process = ExtractProcess(
@@ -138,18 +102,27 @@ class ExtractionEngine:
             verifier_revision=verifier.revision,
             encoding=config.encoding,
         )
-        parent = Path(config.staging_folder or tempfile.gettempdir()).expanduser()
-        self.staging = parent / f"draftsmith-extract-{token}"
+        # What vLLM calls auto is never float32.
+        bytes_per_value = 4 if vllm.dtype == "float32" else 2
+        self._token_bytes = len(self.meta.layer_ids) * self.meta.hidden_size * bytes_per_value + ID_BYTES
+        self._owns_staging = staging is None
+        self.staging = staging or config.staging(token)
+        self._folder = self.staging.folder / token
         self._numbers = itertools.count(1)
         self._reading = threading.Lock()  # held by the one caller that reads replies, for all
-        self._books = threading.Lock()  # held for moments, around the next two
+        self._books = threading.Lock()  # held for moments, around the rest
         self._replies: dict[int, dict[str, Any]] = {}
         self._given_up: set[int] = set()
+        self._staged_bytes: dict[int, int] = {}  # what is taken for a request, less what was read of it
+        self._stopped = False
 
     def __enter__(self) -> Self:
         try:
             self._process.end_stale()
-            self._renew_staging()
+            if self._owns_staging:
+                self.staging.open()
+            shutil.rmtree(self._folder, ignore_errors=True)  # of this engine's last life
+            self._folder.mkdir(mode=0o700)
             self._process.start(list(self.meta.layer_ids))
         except BaseException:
             self.stop()
@@ -165,7 +138,14 @@ class ExtractionEngine:
         """End the engine and delete what is staged. May be called from another thread while `extract` waits, which
         then raises ServerError."""
         self._process.stop()
-        shutil.rmtree(self.staging, ignore_errors=True)
+        with self._books:
+            self._stopped = True
+            staged_bytes = sum(self._staged_bytes.values())
+            self._staged_bytes.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self.staging.give_back(staged_bytes)
+        if self._owns_staging:
+            self.staging.close()
 
     def extract(self, shard: str, samples: Sequence[ExtractSample]) -> list[ExtractResult]:
         """All results of `stream` at once, in the order of `samples`. Blocks; same errors."""
@@ -175,20 +155,28 @@ class ExtractionEngine:
         """Extract the samples' states and check them; one result each, in their order. Blocks between them.
 
         A sample that cannot be extracted, or whose states fail a check, is a result with an error. Several threads
-        may each have a stream: while one encodes its shard, the engine works for the other.
+        may each have a stream: while one encodes its shard, the engine works for the other. Whoever reads a stream
+        drops each result when it takes the next: by then its room in the staging is given to others.
 
         Raises:
             ServerError: the engine ended or took too long; the message holds its last errors.
+            InputError: a sample has more states than the staging may ever hold.
             InfrastructureError: the staging disk has no room for the states.
         """
-        waiting = deque(_batches(samples, self._config.tokens_per_request))
+        waiting = deque(self._requests(samples))
         sent: deque[tuple[int, list[ExtractSample]]] = deque()
+        held: deque[int] = deque()  # bytes of the results that the reader may still have: files gone, pages mapped
         num_failed, num_tokens, seconds = 0, 0, 0.0
         try:
             while waiting or sent:
                 while waiting and len(sent) < REQUESTS_IN_FLIGHT:
-                    batch = waiting.popleft()
-                    sent.append((self._send(shard, batch), batch))
+                    number = self._send(shard, waiting[0], wait=not sent and not held)
+                    if number is None:
+                        break  # the staging is full: what is in flight comes first
+                    sent.append((number, waiting.popleft()))
+                if not sent:
+                    self.staging.give_back(held.popleft())
+                    continue
                 number, batch = sent[0]
                 reply = self._receive(number, batch)
                 num_tokens += reply["num_tokens"]
@@ -196,12 +184,17 @@ class ExtractionEngine:
                 for sample, answer in zip(batch, reply["samples"], strict=True):
                     result = self._result(sample, answer)
                     num_failed += result.error is not None
+                    held.append(self._hold(number, sample))
                     yield result
+                    del result
+                    while len(held) > 1:
+                        self.staging.give_back(held.popleft())
                 sent.popleft()
                 self._close(number)
         finally:
             for number, _ in sent:
                 self._close(number)
+            self.staging.give_back(sum(held))
         logger.info(
             "Shard %s: extracted %d of %d samples, %d tokens at %.0f tokens/s.",
             shard,
@@ -211,14 +204,51 @@ class ExtractionEngine:
             num_tokens / max(seconds, 1e-9),
         )
 
-    def _send(self, shard: str, batch: list[ExtractSample]) -> int:
-        """Hand a request to the engine and return its number."""
-        self._require_room(sum(len(sample.input_ids) for sample in batch))
-        samples = [{"sample_id": sample.sample_id, "input_ids": list(sample.input_ids)} for sample in batch]
+    def _requests(self, samples: Sequence[ExtractSample]) -> Iterator[list[ExtractSample]]:
+        """Split samples, in order, into requests that keep to the bounds (or of one sample that exceeds them)."""
+        most = min(self.staging.request_bytes, MAX_REQUEST_TOKENS * self._token_bytes)
+        batch: list[ExtractSample] = []
+        size_bytes = 0
+        for sample in samples:
+            if batch and size_bytes + self._file_bytes(sample) > most:
+                yield batch
+                batch, size_bytes = [], 0
+            batch.append(sample)
+            size_bytes += self._file_bytes(sample)
+        if batch:
+            yield batch
+
+    def _file_bytes(self, sample: ExtractSample) -> int:
+        """What the sample's staged file takes at most."""
+        return len(sample.input_ids) * self._token_bytes + FILE_BYTES
+
+    def _send(self, shard: str, batch: list[ExtractSample], *, wait: bool) -> int | None:
+        """Hand a request to the engine and return its number; None when the staging is full and nobody waits."""
+        size_bytes = sum(map(self._file_bytes, batch))
+        if size_bytes > self.staging.limit_bytes:
+            raise InputError(
+                "extract.staging_gib",
+                f"sample {batch[0].sample_id} of {len(batch[0].input_ids)} tokens has up to "
+                f"{size_bytes / 2**30:.3g} GiB of states, more than the {self.staging.limit_bytes / 2**30:.3g} GiB "
+                f"that may lie in {self.staging.folder.parent}; raise it",
+            )
+        if not self.staging.take(size_bytes, wait=wait):
+            return None
         number = next(self._numbers)
-        folder = self._folder(number)
-        folder.mkdir()
-        self._process.send({"request": number, "shard": shard, "staging": str(folder), "samples": samples})
+        with self._books:
+            if self._stopped:
+                self.staging.give_back(size_bytes)
+                raise ServerError("The extraction engine was stopped.")
+            self._staged_bytes[number] = size_bytes
+            self._request_folder(number).mkdir()
+        try:
+            self.staging.require_room(size_bytes)
+        except InfrastructureError:
+            self._forget(number)
+            raise
+        samples = [{"sample_id": sample.sample_id, "input_ids": list(sample.input_ids)} for sample in batch]
+        folder = str(self._request_folder(number))
+        self._process.send({"request": number, "shard": shard, "staging": folder, "samples": samples})
         return number
 
     def _receive(self, number: int, batch: list[ExtractSample]) -> dict[str, Any]:
@@ -242,7 +272,22 @@ class ExtractionEngine:
             answered = self._replies.pop(number, None) is not None
             self._given_up.discard(number) if answered else self._given_up.add(number)
         if answered:
-            shutil.rmtree(self._folder(number), ignore_errors=True)
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        """Delete what is staged for request `number`, to which the engine writes no more."""
+        shutil.rmtree(self._request_folder(number), ignore_errors=True)
+        with self._books:
+            size_bytes = self._staged_bytes.pop(number, 0)
+        self.staging.give_back(size_bytes)
+
+    def _hold(self, number: int, sample: ExtractSample) -> int:
+        """Take one sample's bytes out of its request's account, for the caller to give back; returns them."""
+        with self._books:
+            if number not in self._staged_bytes:
+                return 0  # stopped meanwhile, and all given back
+            self._staged_bytes[number] -= self._file_bytes(sample)
+        return self._file_bytes(sample)
 
     def _result(self, sample: ExtractSample, answer: dict[str, str]) -> ExtractResult:
         """Map and check one sample's file. Effects: deletes the file."""
@@ -267,38 +312,5 @@ class ExtractionEngine:
             return f"length: states of shape {list(states.shape)} from a verifier of width {self.meta.hidden_size}", states
         return states_problem(states, sample.input_ids, self.meta.layer_ids), states
 
-    def _folder(self, number: int) -> Path:
-        return self.staging / f"{number:06d}"
-
-    def _renew_staging(self) -> None:
-        try:
-            if self.staging.exists():
-                logger.warning("Deleting states in %s, which an earlier run had left behind.", self.staging)
-                shutil.rmtree(self.staging)
-            self.staging.mkdir(mode=0o700, parents=True)
-        except OSError as error:
-            raise InfrastructureError(f"The staging folder {self.staging} cannot be used: {error}") from error
-
-    def _require_room(self, num_tokens: int) -> None:
-        needed = num_tokens * len(self.meta.layer_ids) * self.meta.hidden_size * MAX_BYTES_PER_VALUE
-        free = shutil.disk_usage(self.staging).free
-        if free < needed + STAGING_RESERVE_BYTES:
-            raise InfrastructureError(
-                f"{self.staging} has {free / 2**20:.0f} MiB free, but the states of {num_tokens} tokens take up "
-                f"to {needed / 2**20:.0f} MiB; free some, lower extract.tokens_per_request, or set "
-                "extract.staging_folder."
-            )
-
-
-def _batches(samples: Sequence[ExtractSample], num_tokens: int) -> Iterator[list[ExtractSample]]:
-    """Split samples, in order, into batches of at most `num_tokens` tokens (or of one sample that has more)."""
-    batch: list[ExtractSample] = []
-    size = 0
-    for sample in samples:
-        if batch and size + len(sample.input_ids) > num_tokens:
-            yield batch
-            batch, size = [], 0
-        batch.append(sample)
-        size += len(sample.input_ids)
-    if batch:
-        yield batch
+    def _request_folder(self, number: int) -> Path:
+        return self._folder / f"{number:06d}"

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from infra.config import Config
 from infra.errors import InputError
+from infra.gpu_sets import GpuSets, check_gpu_sets, on_gpu_sets
 from infra.vllm_config import VllmConfig
 
 EXTERNAL_FIELD = "generate.servers.external"
@@ -28,7 +29,7 @@ class ServersConfig(Config):
 
     replicas: Annotated[int, Field(ge=1)] = 1
     """vLLM servers to start on this node, each with the whole model."""
-    gpu_sets: list[list[int | str]] | None = None
+    gpu_sets: GpuSets | None = None
     """GPUs of each replica, by number or UUID. By default several replicas share out the visible GPUs in order,
     each as many as its parallel sizes need."""
     external: list[str] = Field(default=[])
@@ -62,12 +63,7 @@ class ServersConfig(Config):
             raise ValueError("external servers are asked instead of replicas: leave out replicas and gpu_sets")
         if len(set(self.external)) < len(self.external):
             raise ValueError(f"external names a server twice: {', '.join(self.external)}")
-        if self.gpu_sets is not None:
-            gpus = [str(gpu) for gpus in self.gpu_sets for gpu in gpus]
-            if len(self.gpu_sets) != self.replicas:
-                raise ValueError(f"gpu_sets has {len(self.gpu_sets)} sets for {self.replicas} replicas")
-            if len(set(gpus)) < len(gpus):
-                raise ValueError(f"gpu_sets gives a GPU twice: {self.gpu_sets}")
+        check_gpu_sets(self.gpu_sets, self.replicas, "replicas")
         return self
 
     def external_key(self) -> str:
@@ -90,25 +86,7 @@ def replica_configs(servers: ServersConfig, vllm: VllmConfig) -> list[VllmConfig
     Raises:
         InputError: fewer GPUs are visible than they need.
     """
-    sets = servers.gpu_sets
-    if sets is None:
-        if servers.replicas == 1:
-            return [vllm]
-        sets = _shared_out(servers.replicas, vllm)
-    return [vllm.on_gpus(gpus) for gpus in sets]
-
-
-def _shared_out(replicas: int, vllm: VllmConfig) -> list[list[int | str]]:
-    size = vllm.gpus_per_server
-    named = vllm.environment.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
-    every = [str(gpu) for gpu in range(replicas * size)]
-    visible: list[int | str] = [*every] if named is None else [gpu for gpu in named.split(",") if gpu.strip()]
-    if len(visible) < replicas * size:
-        raise InputError(
-            "generate.servers.replicas",
-            f"{replicas} of {size} GPUs each need {replicas * size}, but CUDA_VISIBLE_DEVICES is {named!r}",
-        )
-    return [visible[start : start + size] for start in range(0, replicas * size, size)]
+    return on_gpu_sets(vllm, servers.gpu_sets, servers.replicas, vllm.gpus_per_server, "generate.servers.replicas")
 
 
 def _base_url(url: str) -> str:

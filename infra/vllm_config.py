@@ -77,7 +77,7 @@ class VllmConfig(Config):
     """Groups of such GPUs that the layers are shared out among."""
     data_parallel_size: int = Field(default=1, ge=1)
     """Engines of one server, each with GPUs of its own; what a mixture of experts may gain from. Only servers have
-    it: extraction runs one engine."""
+    it: extraction has `extract.engines`."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     """Share of each GPU's memory that vLLM may take (of the machine's memory, on a CPU without
     VLLM_CPU_KVCACHE_SPACE)."""
@@ -86,7 +86,12 @@ class VllmConfig(Config):
 
     @property
     def gpus_per_server(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+        return self.gpus_per_engine * self.data_parallel_size
+
+    @property
+    def gpus_per_engine(self) -> int:
+        """Of one that holds the model once, as extraction's engines do."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def for_generation(self) -> VllmConfig:
         """The same with one token less: extraction must be able to add one to whatever was generated."""

@@ -30,6 +30,7 @@ from infra.extraction import (
 from infra.hidden_states import decode
 from infra.processes import living
 from infra.schemas import RESPONSES
+from infra.staging import Staging
 from infra.verifier import Verifier
 from infra.vllm_config import VllmConfig
 from tests.fakes.extract_worker import HIDDEN_SIZE, value
@@ -45,6 +46,8 @@ VERIFIER = Verifier(
     max_position_embeddings=2048,
 )
 LAYER_IDS = [2, 15, 27, 30]
+# What the staged file of a sample of ten tokens takes at most, more or less.
+FILE = 10 * (len(LAYER_IDS) * HIDDEN_SIZE * 2 + 8) + 1024
 
 
 @pytest.fixture
@@ -59,11 +62,33 @@ def staging(token: str) -> Path:
     return Path(tempfile.gettempdir()) / f"draftsmith-extract-{token}"
 
 
-def engine(token: str, tmp_path: Path, *, fault: str = "", worker: Path = FAKE, **config: Any) -> ExtractionEngine:
+def engine(
+    token: str,
+    tmp_path: Path,
+    *,
+    fault: str = "",
+    worker: Path = FAKE,
+    shared: Staging | None = None,
+    **config: Any,
+) -> ExtractionEngine:
     vllm = VllmConfig(python=sys.executable, environment={"FAKE_FAULT": fault}, startup_timeout_seconds=30.0)
     return ExtractionEngine(
-        ExtractConfig(**config), vllm, VERIFIER, log_path=tmp_path / "engine.log", token=token, worker=worker
+        ExtractConfig(**config),
+        vllm,
+        VERIFIER,
+        log_path=tmp_path / "engine.log",
+        token=token,
+        worker=worker,
+        staging=shared,
     )
+
+
+def staged(token: str) -> list[Path]:
+    return [path for path in staging(token).rglob("*") if path.is_file()]
+
+
+def gib(num_bytes: int) -> float:
+    return num_bytes / 2**30
 
 
 def sample(name: str, num_tokens: int = 10) -> ExtractSample:
@@ -90,16 +115,23 @@ def test_layer_ids_by_default_and_as_given() -> None:
 
 def test_what_changes_the_states_enters_the_key_and_nothing_else() -> None:
     assert (
-        ExtractConfig(tokens_per_request=7, timeout_seconds=5, staging_folder="/x", max_failed_share=0).content()
+        ExtractConfig(
+            engines=2,
+            gpu_sets=[[0], [1]],
+            timeout_seconds=5,
+            staging_folder="/x",
+            staging_gib=1,
+            max_failed_share=0,
+        ).content()
         == {}
     )
     assert ExtractConfig(layer_ids=[1, 30]).content() == {"layer_ids": [1, 30]}
 
 
-@pytest.mark.parametrize("tokens_per_request", [1, 25, 65_536])
-def test_one_engine_serves_many_shards(token: str, tmp_path: Path, tokens_per_request: int) -> None:
+@pytest.mark.parametrize("staging_gib", [gib(2 * FILE), gib(5 * FILE), None])
+def test_one_engine_serves_many_shards(token: str, tmp_path: Path, staging_gib: float | None) -> None:
     shards = {f"{index:05d}": [sample(f"s{index}-{n}", 5 + n) for n in range(7)] for index in range(3)}
-    with engine(token, tmp_path, tokens_per_request=tokens_per_request) as running:
+    with engine(token, tmp_path, staging_gib=staging_gib) as running:
         pids = living(token)
         for shard, samples in shards.items():
             results = running.extract(shard, samples)
@@ -107,19 +139,33 @@ def test_one_engine_serves_many_shards(token: str, tmp_path: Path, tokens_per_re
                 (s.sample_id, None) for s in samples
             ]
             # Still readable, though nothing is staged any more.
-            assert list(staging(token).rglob("*")) == []
+            assert staged(token) == []
             for result, asked in zip(results, samples, strict=True):
                 assert result.hidden_states is not None
                 assert torch.equal(result.hidden_states, expected(asked.input_ids))
         assert living(token) == pids
 
 
-def test_what_is_staged_stays_bounded(token: str, tmp_path: Path) -> None:
-    samples = [sample(f"s{n}") for n in range(12)]
-    with engine(token, tmp_path, tokens_per_request=20) as running:
-        for taken, _ in enumerate(running.stream("00000", samples), 1):
-            # Two requests of two samples each, less what was taken of the first.
-            assert len(list(staging(token).glob("*/*.safetensors"))) <= 4 - (taken % 2 or 2)
+def test_a_sample_larger_than_the_staging_names_the_field(token: str, tmp_path: Path) -> None:
+    with engine(token, tmp_path, staging_gib=gib(FILE - 100)) as running:
+        with pytest.raises(InputError, match=r"extract\.staging_gib: sample a of 10 tokens .* raise it"):
+            running.extract("00000", [sample("a")])
+        assert running.extract("00000", [sample("b", 2)])[0].error is None, "others go on"
+
+
+def test_a_stopped_engine_gives_its_staging_back(token: str, tmp_path: Path) -> None:
+    shared = Staging(token, None, 4 * FILE)
+    shared.open()
+    try:
+        for _ in range(3):  # lives of one engine
+            with engine(token, tmp_path, shared=shared) as running, pytest.raises(ServerError, match="code 137"):
+                running.extract("00000", [sample("a"), sample("die-1"), sample("b"), sample("c")])
+            assert staged(token) == []
+        with engine(token, tmp_path, shared=shared) as running:
+            assert [r.error for r in running.extract("00000", [sample(f"s{n}") for n in range(9)])] == [None] * 9
+        assert 0 < shared.peak_bytes <= shared.limit_bytes
+    finally:
+        shared.close()
 
 
 @pytest.mark.parametrize(
@@ -178,7 +224,7 @@ def test_an_engine_that_does_not_start(
 
 
 def test_the_real_worker_refuses_an_interpreter_without_vllm(token: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"has no vLLM; extraction needs vLLM 0\.32\.0") as caught:
+    with pytest.raises(InputError, match=r"has no vLLM; extraction needs vLLM .*0\.32\.0") as caught:
         engine(token, tmp_path, worker=WORKER).__enter__()
     assert "\n" not in str(caught.value)
 
@@ -210,12 +256,12 @@ def test_stop_from_another_thread_ends_the_wait(token: str, tmp_path: Path) -> N
 
 
 def test_a_stream_given_up_disturbs_no_other(token: str, tmp_path: Path) -> None:
-    with engine(token, tmp_path, tokens_per_request=10) as running:
+    with engine(token, tmp_path, staging_gib=gib(2 * FILE)) as running:
         given_up = running.stream("00000", [sample(f"a{n}") for n in range(5)])
         next(given_up)
         given_up.close()
         assert [result.sample_id for result in running.extract("00001", [sample("b"), sample("c")])] == ["b", "c"]
-        assert list(staging(token).rglob("*")) == []
+        assert staged(token) == []
 
 
 def test_two_shards_at_once(token: str, tmp_path: Path) -> None:
@@ -231,7 +277,7 @@ def test_two_shards_at_once(token: str, tmp_path: Path) -> None:
             for result, asked in zip(results, samples, strict=True)
         ]
 
-    with engine(token, tmp_path, tokens_per_request=10) as running:
+    with engine(token, tmp_path, staging_gib=gib(2 * FILE)) as running:
         threads = [threading.Thread(target=work, args=(shard,)) for shard in ("x", "y", "z")]
         for thread in threads:
             thread.start()
@@ -253,8 +299,8 @@ def test_a_full_staging_disk_is_told_before_it_overflows(
 KILLED_PARENT = """
 import sys, time
 from pathlib import Path
-from tests.test_extraction import engine, sample
-with engine(sys.argv[1], Path(sys.argv[2]), tokens_per_request=10) as running:
+from tests.test_extraction import FILE, engine, gib, sample
+with engine(sys.argv[1], Path(sys.argv[2]), staging_gib=gib(2 * FILE)) as running:
     stream = running.stream("00000", [sample("a"), sample("hang-1")])
     next(stream)
     print("extracting", flush=True)
@@ -333,7 +379,7 @@ def test_a_sample_too_large_to_store_is_a_failed_row(
 
 
 def test_results_of_other_responses_are_refused(token: str, tmp_path: Path) -> None:
-    with engine(token, tmp_path, tokens_per_request=10) as running:
+    with engine(token, tmp_path, staging_gib=gib(2 * FILE)) as running:
         results = running.extract("00000", [sample("a"), sample("b")])
         for wrong in (results[:1], list(reversed(results)), [*results, *results]):
             with pytest.raises(ValueError, match="result"):
@@ -343,4 +389,4 @@ def test_results_of_other_responses_are_refused(token: str, tmp_path: Path) -> N
         with pytest.raises(ValueError, match="no result for a"):
             build_shard(responses(response("a")), stream, running.meta)
         assert running.extract("00002", [sample("c")])[0].error is None
-        assert list(staging(token).rglob("*")) == []
+        assert staged(token) == []

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from infra.errors import InputError
+from infra.extraction_config import ExtractConfig, engine_configs
 from infra.generation_config import GenerateConfig
 from infra.servers_config import ServersConfig, replica_configs
 from infra.vllm_config import VllmConfig
@@ -75,3 +76,15 @@ def test_the_key_is_in_the_environment_only(monkeypatch: pytest.MonkeyPatch) -> 
 def test_where_the_servers_are_enters_no_key() -> None:
     assert GenerateConfig(servers=ServersConfig(external=["http://a:8000"], hang_timeout_seconds=9)).content() == {}
     assert GenerateConfig(servers=ServersConfig(replicas=4, max_restarts=1)).content() == {}
+
+
+def test_engines_share_out_gpus_as_replicas_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    # An engine has no data parallelism: that is what several engines are.
+    vllm = VllmConfig(tensor_parallel_size=2, data_parallel_size=4)
+    shared_out = engine_configs(ExtractConfig(engines=2), vllm)
+    assert [config.environment["CUDA_VISIBLE_DEVICES"] for config in shared_out] == ["0,1", "2,3"]
+    with pytest.raises(InputError, match=r"extract\.engines: 3 of 2 GPUs each need 6, .* '0,1,2,3'"):
+        engine_configs(ExtractConfig(engines=3), vllm)
+    with pytest.raises(ValidationError, match="1 sets for 2 engines"):
+        ExtractConfig(engines=2, gpu_sets=[[0]])
