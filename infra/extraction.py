@@ -309,7 +309,7 @@ class ExtractionEngine:
         if ids != list(sample.input_ids):
             return f"ids: vLLM saw {len(ids)} that are not the {len(sample.input_ids)} of the response", states
         if states.ndim != 3 or states.shape[2] != self.meta.hidden_size:
-            return f"length: states of shape {list(states.shape)}, of a verifier {self.meta.hidden_size} wide", states
+            return f"length: states of shape {list(states.shape)}, not {self.meta.hidden_size} wide", states
         return states_problem(states, sample.input_ids, self.meta.layer_ids), states
 
     def _request_folder(self, number: int) -> Path:
