@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,8 +14,8 @@ import pytest
 from infra import prompt_hub
 from infra.errors import InfrastructureError, InputError
 from infra.prompts import PromptsConfig, dataset_revisions, load_prompts
+from tests.fakes.hub import COMMIT, UNREACHABLE, FakeHub, run_against, serving
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CARD = """---
 configs:
 - config_name: main
@@ -128,62 +123,14 @@ def test_a_download_that_breaks_off_may_be_tried_again(monkeypatch: pytest.Monke
 # --- against the hub's own client ---
 
 
-class FakeHub(BaseHTTPRequestHandler):
-    """The few routes of the hub that resolve a data set's commit and download its files."""
-
-    files: ClassVar[dict[str, bytes]] = {}
-    requests: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        self.requests.append(self.path)
-        path = self.path.split("?")[0]
-        api = "/api/datasets/org/data"
-        if path in (api, f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
-            siblings = [{"rfilename": name} for name in self.files]
-            return self.answer(200, json.dumps({"id": "org/data", "sha": COMMIT, "siblings": siblings}).encode())
-        if path.startswith(f"{api}/revision/"):
-            return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        if path.startswith(f"{api}/tree/{COMMIT}"):
-            tree = [
-                {"type": "file", "path": name, "size": len(data), "oid": f"{index:040x}"}
-                for index, (name, data) in enumerate(self.files.items())
-            ]
-            return self.answer(200, json.dumps(tree).encode())
-        name = path.removeprefix(f"/datasets/org/data/resolve/{COMMIT}/")
-        if name in self.files:
-            return self.answer(200, self.files[name], {"ETag": f'"{len(name)}"', "X-Repo-Commit": COMMIT})
-        return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-
-    do_HEAD = do_GET
-
-    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(repository: Path) -> Iterator[str]:
-    paths = [path for path in repository.rglob("*") if path.is_file()]
-    FakeHub.files = {path.relative_to(repository).as_posix(): path.read_bytes() for path in paths}
-    FakeHub.requests = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving("datasets", "org/data", repository) as endpoint:
+        yield endpoint
 
 
 def ask(tmp_path: Path, endpoint: str, *sources: dict[str, Any], offline: bool = False) -> list[str]:
-    """Revision, prompts or error of each source, of a process of its own (the hub's library reads its environment
-    at import)."""
+    """Revision, prompts or error of each source."""
     code = (
         "import json, sys\n"
         "from infra.prompts import *\n"
@@ -199,13 +146,7 @@ def ask(tmp_path: Path, endpoint: str, *sources: dict[str, Any], offline: bool =
         "        print(type(error).__name__, error)\n"
         "assert 'datasets' not in sys.modules\n"
     )
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environment |= {"HF_HUB_OFFLINE": str(int(offline)), "no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
-    argv = [sys.executable, "-c", code, json.dumps(sources)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().split("\n")
+    return run_against(endpoint, code, sources, home=tmp_path / "hf", offline=offline)
 
 
 @pytest.mark.seconds
@@ -231,8 +172,7 @@ def test_a_data_set_is_resolved_fetched_and_found_again_offline(tmp_path: Path, 
     assert other.startswith("InputError prompts.sources[0].hub: org/data at 0123456789ab is not whole in the")
     assert FakeHub.requests == []
     # A pinned commit needs no answer from the hub as long as its files are cached; a name does.
-    unreachable = "http://127.0.0.1:9"
-    pinned, unpinned = ask(tmp_path, unreachable, {**lines, "revision": COMMIT}, lines)
+    pinned, unpinned = ask(tmp_path, UNREACHABLE, {**lines, "revision": COMMIT}, lines)
     assert pinned == expected
     assert unpinned.startswith(
         "InfrastructureError the Hugging Face hub did not answer about the data set org/data"

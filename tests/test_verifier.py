@@ -10,9 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +29,9 @@ from infra.verifier import (
     resolve_revision,
     resolve_shape,
 )
+from tests.fakes.hub import COMMIT, UNREACHABLE, FakeHub, run_against, serving
 
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 8, "vocab_size": 100, "max_position_embeddings": 512}
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(autouse=True)
@@ -382,71 +381,16 @@ def test_the_smoke_verifier_is_the_real_model() -> None:
 # --- the Hugging Face hub ---
 
 
-class FakeHub(BaseHTTPRequestHandler):
-    """The few hub routes that resolve a commit and download a snapshot."""
-
-    files: ClassVar[dict[str, bytes]] = {}
-    requests: ClassVar[list[str]] = []
-    failing: ClassVar[bool] = False
-
-    def do_GET(self) -> None:
-        self.requests.append(self.path)
-        path = self.path.split("?")[0]
-        if self.failing:
-            return self.answer(500, b"")
-        if path in ("/api/models/org/model", "/api/models/org/model/revision/main"):
-            return self.answer(200, self.info())
-        if path == f"/api/models/org/model/revision/{COMMIT}":
-            return self.answer(200, self.info())
-        if path.startswith("/api/models/org/model/revision/"):
-            return self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        if path.startswith(f"/api/models/org/model/tree/{COMMIT}"):
-            tree = [
-                {"type": "file", "path": name, "size": len(data), "oid": f"{index:040x}"}
-                for index, (name, data) in enumerate(self.files.items())
-            ]
-            return self.answer(200, json.dumps(tree).encode())
-        name = path.removeprefix(f"/org/model/resolve/{COMMIT}/")
-        if name in self.files:
-            headers = {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT}
-            return self.answer(200, self.files[name], headers)
-        return self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-
-    do_HEAD = do_GET
-
-    def info(self) -> bytes:
-        siblings = [{"rfilename": name} for name in self.files]
-        return json.dumps({"id": "org/model", "sha": COMMIT, "siblings": siblings}).encode()
-
-    def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[str]:
     source = write_model(tmp_path / "source")
-    FakeHub.files = {path.name: path.read_bytes() for path in source.iterdir()}
-    FakeHub.files["pytorch_model.bin"] = b"a pickle that nobody wants"
-    FakeHub.requests = []
-    FakeHub.failing = False
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    (source / "pytorch_model.bin").write_bytes(b"a pickle that nobody wants")
+    with serving("models", "org/model", source) as endpoint:
+        yield endpoint
 
 
 def ask(tmp_path: Path, endpoint: str, call: str, *, offline: bool = False, **fields: Any) -> str:
-    """Run one call in a process of its own (the hub's library reads its environment at import); its last line."""
+    """What one call brings, as a line."""
     code = (
         "import json, sys\n"
         "from infra.verifier import *\n"
@@ -457,13 +401,8 @@ def ask(tmp_path: Path, endpoint: str, call: str, *, offline: bool = False, **fi
         "except (InputError, InfrastructureError) as error:\n"
         "    print(type(error).__name__, error)\n"
     )
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    environment |= {"HF_HUB_OFFLINE": str(int(offline)), "no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
-    argv = [sys.executable, "-c", code, json.dumps({"model": "org/model", **fields})]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().split("\n")[-1]
+    argument = {"model": "org/model", **fields}
+    return run_against(endpoint, code, argument, home=tmp_path / "hf", offline=offline)[-1]
 
 
 @pytest.mark.seconds
@@ -485,8 +424,7 @@ def test_a_hub_model_is_resolved_fetched_and_found_again_offline(tmp_path: Path,
     assert ask(tmp_path, hub, "materialize", offline=True) == f"{name} {revision} {path}"
     assert FakeHub.requests == []
     # A pinned commit needs no answer from the hub as long as its snapshot is cached.
-    unreachable = "http://127.0.0.1:9"
-    assert ask(tmp_path, unreachable, "materialize", revision=COMMIT) == f"{name} {revision} {path}"
+    assert ask(tmp_path, UNREACHABLE, "materialize", revision=COMMIT) == f"{name} {revision} {path}"
     (Path(path) / "model.safetensors").unlink()
     assert ask(tmp_path, hub, "materialize", revision=COMMIT, offline=True).startswith("InputError verifier.model")
 
@@ -499,9 +437,8 @@ def test_hub_errors_are_told_apart(tmp_path: Path, hub: str) -> None:
     assert ask(tmp_path, hub, "resolve_revision", model="a b").startswith("InputError verifier.model: ")
     FakeHub.failing = True
     assert ask(tmp_path, hub, "resolve_revision").startswith("InfrastructureError ")
-    unreachable = "http://127.0.0.1:9"
-    assert ask(tmp_path, unreachable, "resolve_revision").startswith("InfrastructureError ")
-    assert ask(tmp_path, unreachable, "resolve_revision", revision=COMMIT) == COMMIT
+    assert ask(tmp_path, UNREACHABLE, "resolve_revision").startswith("InfrastructureError ")
+    assert ask(tmp_path, UNREACHABLE, "resolve_revision", revision=COMMIT) == COMMIT
 
 
 @pytest.mark.parametrize("call", ["snapshot_download", "hf_hub_download"])
