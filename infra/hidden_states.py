@@ -1,8 +1,7 @@
 """The `hidden_states` artifact: the verifier's hidden states of whole conversations, as Parquet.
 
 One row and one row group a sample, so that one sample can be read by itself. The payload columns belong to the
-encoding, which the schema's metadata names; an encoding is one entry of `ENCODINGS`. A failed row keeps its ids and
-has null payload.
+encoding (infra/state_encodings.py), which the schema's metadata names. A failed row keeps its ids without payload.
 """
 
 from __future__ import annotations
@@ -11,18 +10,22 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from infra.schemas import STATUS_FAILED
+from infra.state_encodings import ENCODINGS, relative_error
 
 # Parquet counts the bytes of a value in 31 bits.
 MAX_VALUE_BYTES = 2**31 - 2**16
+# Higher levels pack the high bytes of states no better, and slower.
+_ZSTD_LEVEL = 1
 _ID_COLUMNS = [
     pa.field("sample_id", pa.string(), nullable=False),
     pa.field("status", pa.string(), nullable=False),  # ok, truncated or failed
@@ -30,6 +33,11 @@ _ID_COLUMNS = [
     pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
     pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
     pa.field("num_tokens", pa.int32(), nullable=False),
+]
+# Of lossy encodings, null where status is failed: what `relative_error` says of the row.
+_ERROR_COLUMNS = [
+    pa.field("encoding_error_mean", pa.float32()),
+    pa.field("encoding_error_worst", pa.float32()),
 ]
 # Parquet's own names of the leaves of those columns.
 _ID_LEAVES = ["sample_id", "status", "error", "input_ids.list.element", "loss_mask.list.element", "num_tokens"]
@@ -53,10 +61,9 @@ class HiddenStatesMeta:
     encoding: str = "bf16"
     dtype: str = "bfloat16"
 
-    @property
-    def aux_width(self) -> int:
-        """Width of aux_hidden_states: all layers but the last, side by side."""
-        return (len(self.layer_ids) - 1) * self.hidden_size
+    def bytes_per_token(self) -> Mapping[str, int]:
+        """Bytes that one token takes in each payload column, before its codec."""
+        return ENCODINGS[self.encoding].bytes_per_token(len(self.layer_ids), self.hidden_size)
 
     def to_metadata(self) -> dict[str, str]:
         return {name: json.dumps(getattr(self, name)) for name in self.__dataclass_fields__}
@@ -108,52 +115,53 @@ class HiddenSample:
     verifier_last_hidden_states: Tensor
 
 
-class Encoding(Protocol):
-    """How the states of one sample become the bytes of its payload columns, and back."""
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """Payload columns (large_binary) and the Parquet codec of each."""
-
-    def encode(self, aux: Tensor, last: Tensor) -> Mapping[str, Tensor]:
-        """Contiguous uint8 tensors by column, of aux [tokens, aux_width] bf16 and last [tokens, hidden] bf16."""
-
-    def decode(self, payload: Mapping[str, pa.Buffer], num_tokens: int) -> tuple[Tensor, Tensor]:
-        """(aux [tokens, aux_width] bf16, last [tokens, hidden] bf16), without a copy where that is possible."""
-
-
-class Bf16:
-    """Raw little-endian bf16. Uncompressed: the low byte of bf16 states has 0.996 of its full entropy."""
-
-    columns: Mapping[str, str] = {"aux_hidden_states": "none", "verifier_last_hidden_states": "none"}
-
-    def encode(self, aux: Tensor, last: Tensor) -> Mapping[str, Tensor]:
-        return {"aux_hidden_states": _bytes_of(aux), "verifier_last_hidden_states": _bytes_of(last)}
-
-    def decode(self, payload: Mapping[str, pa.Buffer], num_tokens: int) -> tuple[Tensor, Tensor]:
-        aux, last = (_tensor_of(payload[name], num_tokens) for name in self.columns)
-        return aux, last
-
-
-ENCODINGS: dict[str, Encoding] = {"bf16": Bf16()}
-
-
 def schema(meta: HiddenStatesMeta) -> pa.Schema:
     """The Arrow schema of a shard, metadata included."""
-    payload = [pa.field(name, pa.large_binary()) for name in ENCODINGS[meta.encoding].columns]
-    return pa.schema([*_ID_COLUMNS, *payload], metadata=meta.to_metadata())
+    encoding = ENCODINGS[meta.encoding]
+    errors = _ERROR_COLUMNS if encoding.lossy else []
+    payload = [pa.field(name, pa.large_binary()) for name in encoding.codecs]
+    return pa.schema([*_ID_COLUMNS, *errors, *payload], metadata=meta.to_metadata())
 
 
 def encode(rows: Iterable[HiddenRow], meta: HiddenStatesMeta) -> bytes:
     """A shard's Parquet bytes. Rows are taken one by one: beside the result, one sample's states are in memory."""
+    return _written((_row_table(row, meta) for row in rows), meta)
+
+
+def fail_rows(data: bytes, errors: Mapping[str, str]) -> bytes:
+    """A shard's bytes with the rows of some samples failed after all; the other rows are as they were.
+
+    Args:
+        errors: why, by sample id.
+    """
+    shard = HiddenStatesFile(data)
+
+    def tables() -> Iterator[pa.Table]:
+        for index, row in enumerate(shard.rows().to_pylist()):
+            if error := errors.get(row["sample_id"]):
+                failed = HiddenRow(row["sample_id"], STATUS_FAILED, error, row["input_ids"], row["loss_mask"], None)
+                yield _row_table(failed, shard.meta)
+            else:
+                yield shard.row_table(index)
+
+    return _written(tables(), shard.meta)
+
+
+def _written(row_tables: Iterable[pa.Table], meta: HiddenStatesMeta) -> bytes:
+    """Parquet bytes with a row group for each table."""
     sink = io.BytesIO()
-    table_schema = schema(meta)
-    codecs = dict.fromkeys(_ID_LEAVES, "zstd") | dict(ENCODINGS[meta.encoding].columns)
+    codecs = dict.fromkeys(_ID_LEAVES, "zstd") | dict(ENCODINGS[meta.encoding].codecs)
+    levels = {name: _ZSTD_LEVEL for name, codec in codecs.items() if codec == "zstd"}
     with pq.ParquetWriter(
-        sink, table_schema, compression=codecs, use_dictionary=False, write_statistics=["num_tokens"]
+        sink,
+        schema(meta),
+        compression=codecs,
+        compression_level=levels,
+        use_dictionary=False,
+        write_statistics=["num_tokens"],
     ) as writer:
-        for row in rows:
-            writer.write_table(_row_table(row, meta, table_schema))
+        for table in row_tables:
+            writer.write_table(table)
     return sink.getvalue()  # CPython hands the buffer itself over, not a copy
 
 
@@ -175,6 +183,10 @@ def decode(source: Any) -> Iterator[HiddenSample]:
 class HiddenStatesFile:
     """Reads single samples of a shard.
 
+    Attributes:
+        meta: the schema's metadata.
+        parquet: the file's own metadata.
+
     Args:
         source: the file's bytes, or a seekable binary file (of which only the footer and the samples asked for
             are read).
@@ -186,28 +198,50 @@ class HiddenStatesFile:
         if isinstance(source, bytes | bytearray | memoryview):
             source = pa.BufferReader(source)
         self._file = pq.ParquetFile(source)
+        self.parquet = self._file.metadata
         self.meta = HiddenStatesMeta.from_metadata(self._file.schema_arrow.metadata)
         if self.meta.encoding not in ENCODINGS:
             raise ValueError(f"encoding {self.meta.encoding!r} is not one of {', '.join(ENCODINGS)}")
-        if self._file.metadata.num_row_groups != self._file.metadata.num_rows:
+        self._encoding = ENCODINGS[self.meta.encoding]
+        if self.parquet.num_row_groups != self.parquet.num_rows:
             raise ValueError("a file of hidden states has one row in each row group")
 
     def __len__(self) -> int:
-        return int(self._file.metadata.num_rows)
+        return int(self.parquet.num_rows)
 
     def rows(self) -> pa.Table:
         """All rows, failed ones too, without their payload."""
-        return self._file.read(columns=[field.name for field in _ID_COLUMNS])
+        names = self._file.schema_arrow.names
+        return self._file.read(columns=[name for name in names if name not in self._encoding.codecs])
+
+    def row_table(self, index: int) -> pa.Table:
+        """Row `index` as it is stored."""
+        return self._file.read_row_group(index, use_threads=False)
 
     def sample(self, index: int) -> HiddenSample | None:
-        """The sample of row `index`; None where it failed."""
-        row = self._file.read_row_group(index, use_threads=False)
-        encoding = ENCODINGS[self.meta.encoding]
+        """The sample of row `index`; None where it failed.
+
+        Raises:
+            ValueError: its payload is damaged.
+        """
+        try:
+            row = self.row_table(index)
+        except OSError as error:
+            if error.errno is not None:  # of the file system, not of Parquet's reader
+                raise
+            raise ValueError(f"row {index} cannot be read: {error}") from error
         values = {name: row[name][0] for name in row.column_names}
         if values["status"].as_py() == STATUS_FAILED:
             return None
-        payload = {name: values[name].as_buffer() for name in encoding.columns}
-        aux, last = encoding.decode(payload, values["num_tokens"].as_py())
+        num_tokens = values["num_tokens"].as_py()
+        payload = {name: values[name].as_buffer() for name in self._encoding.codecs}
+        for name, width in self.meta.bytes_per_token().items():
+            size = None if payload[name] is None else payload[name].size
+            if size != num_tokens * width:
+                raise ValueError(
+                    f"row {index}: {size} bytes of {name}, not {width} for each of {num_tokens} tokens"
+                )
+        aux, last = self._encoding.decode(payload, (num_tokens, len(self.meta.layer_ids), self.meta.hidden_size))
         return HiddenSample(
             sample_id=values["sample_id"].as_py(),
             status=values["status"].as_py(),
@@ -218,9 +252,46 @@ class HiddenStatesFile:
         )
 
 
+def state_bytes(source: Any) -> dict[str, int]:
+    """What the `state_bytes` of a shard's record say, from the shard's bytes (or seekable file) alone.
+
+    Returns:
+        `raw`: bytes of the usable samples' states in bf16; `stored`: bytes of the payload columns in the file.
+    """
+    shard = HiddenStatesFile(source)
+    rows = shard.rows().filter(pc.field("status") != STATUS_FAILED)
+    num_tokens = pc.sum(rows["num_tokens"], min_count=0).as_py()
+    parquet = shard.parquet
+    columns = [
+        parquet.row_group(group).column(column)
+        for group in range(parquet.num_row_groups)
+        for column in range(parquet.num_columns)
+    ]
+    payload = shard.meta.bytes_per_token()
+    return {
+        "raw": num_tokens * len(shard.meta.layer_ids) * shard.meta.hidden_size * 2,
+        "stored": sum(column.total_compressed_size for column in columns if column.path_in_schema in payload),
+    }
+
+
+def encoding_error(source: Any) -> dict[str, float] | None:
+    """What the `encoding_error` of a shard's record says, from the shard's bytes (or seekable file) alone.
+
+    Returns:
+        `mean` and `worst` of the usable samples' `relative_error`, over all their tokens and layers; None where the
+        encoding loses nothing or there is no token.
+    """
+    rows = HiddenStatesFile(source).rows().filter(pc.field("status") != STATUS_FAILED)
+    num_tokens = pc.sum(rows["num_tokens"], min_count=0).as_py()
+    if "encoding_error_mean" not in rows.column_names or num_tokens == 0:
+        return None
+    total = pc.sum(pc.multiply(rows["encoding_error_mean"].cast("float64"), rows["num_tokens"])).as_py()
+    return {"mean": total / num_tokens, "worst": pc.max(rows["encoding_error_worst"]).as_py()}
+
+
 def payload_problem(num_tokens: int, meta: HiddenStatesMeta) -> str | None:
     """Why a sample of this length cannot be stored; None if it can."""
-    size_bytes = num_tokens * max(meta.aux_width, meta.hidden_size) * 2
+    size_bytes = num_tokens * max(meta.bytes_per_token().values())
     if size_bytes <= MAX_VALUE_BYTES:
         return None
     return (
@@ -228,55 +299,45 @@ def payload_problem(num_tokens: int, meta: HiddenStatesMeta) -> str | None:
     )
 
 
-def _row_table(row: HiddenRow, meta: HiddenStatesMeta, table_schema: pa.Schema) -> pa.Table:
-    columns: dict[str, Any] = {
-        "sample_id": [row.sample_id],
-        "status": [row.status],
-        "error": [row.error],
-        "input_ids": [row.input_ids],
-        "loss_mask": [row.loss_mask],
-        "num_tokens": [len(row.input_ids)],
-    }
+def _row_table(row: HiddenRow, meta: HiddenStatesMeta) -> pa.Table:
     if len(row.loss_mask) != len(row.input_ids):
         raise ValueError(f"{row.sample_id}: a mask of {len(row.loss_mask)} for {len(row.input_ids)} ids")
     if (row.hidden_states is None) != (row.status == STATUS_FAILED):
         raise ValueError(f"{row.sample_id}: a failed row has no states, and every other row has")
-    payload: Mapping[str, Tensor] = {}
+    columns: dict[str, Any] = {
+        "sample_id": row.sample_id,
+        "status": row.status,
+        "error": row.error,
+        "input_ids": row.input_ids,
+        "loss_mask": row.loss_mask,
+        "num_tokens": len(row.input_ids),
+    }
     if row.hidden_states is not None:
-        aux, last = _split(row.hidden_states, len(row.input_ids), meta)
-        payload = ENCODINGS[meta.encoding].encode(aux, last)
-    arrays = [
-        _binary(payload.get(field.name)) if pa.types.is_large_binary(field.type) else columns[field.name]
-        for field in table_schema
-    ]
+        columns |= _state_columns(row.hidden_states, len(row.input_ids), meta)
+    table_schema = schema(meta)
+    arrays = []
+    for field in table_schema:
+        value = columns.get(field.name)
+        arrays.append(_binary(value) if isinstance(value, Tensor) else pa.array([value], field.type))
     return pa.table(arrays, schema=table_schema)
 
 
-def _split(states: Tensor, num_tokens: int, meta: HiddenStatesMeta) -> tuple[Tensor, Tensor]:
-    """(aux [tokens, aux_width], last [tokens, hidden]) in bf16 of states [tokens, layers, hidden]."""
+def _state_columns(states: Tensor, num_tokens: int, meta: HiddenStatesMeta) -> dict[str, Any]:
+    """Payload, and where the encoding is lossy what it lost, of states [tokens, layers, hidden]."""
     expected = (num_tokens, len(meta.layer_ids), meta.hidden_size)
     if tuple(states.shape) != expected:
         raise ValueError(f"states have shape {tuple(states.shape)}, not {expected}")
+    encoding = ENCODINGS[meta.encoding]
     states = states.to(torch.bfloat16)
-    return states[:, :-1].reshape(num_tokens, meta.aux_width), states[:, -1].contiguous()
+    payload = encoding.encode(states)
+    columns: dict[str, Any] = dict(payload)
+    if encoding.lossy:
+        decoded = encoding.decode({name: pa.py_buffer(each.numpy()) for name, each in payload.items()}, expected)
+        columns["encoding_error_mean"], columns["encoding_error_worst"] = relative_error(states, *decoded)
+    return columns
 
 
-def _binary(value: Tensor | None) -> pa.Array:
-    """A large_binary array of the one value, sharing its memory; of one null where it is None."""
-    if value is None:
-        return pa.nulls(1, pa.large_binary())
+def _binary(value: Tensor) -> pa.Array:
+    """A large_binary array of the one value, sharing its memory."""
     offsets = pa.py_buffer(np.array([0, value.numel()], dtype=np.int64))
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(value.numpy())])
-
-
-def _bytes_of(states: Tensor) -> Tensor:
-    return states.contiguous().view(torch.uint8).reshape(-1)
-
-
-def _tensor_of(data: pa.Buffer, num_tokens: int) -> Tensor:
-    """[tokens, width] bf16 over the buffer's own memory.
-
-    Through DLPack, since torch warns at each read-only buffer that it is given as one.
-    """
-    array = pa.Array.from_buffers(pa.int16(), data.size // 2, [None, data])
-    return torch.utils.dlpack.from_dlpack(array).view(torch.bfloat16).reshape(num_tokens, -1)

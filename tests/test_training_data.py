@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from infra.errors import StageFailed
+from infra.errors import DamagedShard, StageFailed
 from infra.hidden_states import HiddenRow, HiddenStatesMeta
+from infra.state_encodings import ENCODINGS
 from infra.training.config import TrainConfig
 from infra.training.data import (
     IndexedSample,
@@ -112,6 +115,46 @@ def test_all_samples_of_a_prompt_fall_on_one_side(tmp_path: Path) -> None:
     sides = [[sample.validation for sample in index[place : place + 3]] for place in range(0, 60, 3)]
     assert all(len(set(side)) == 1 for side in sides)
     assert len({side[0] for side in sides}) == 2
+
+
+def test_every_encoding_is_read(tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"total_seq_len": 256, "global_batch": 1, "validation_share": 0.0})
+    packs = {}
+    for encoding in ENCODINGS:
+        meta = replace(META, encoding=encoding)
+        store = ShardStore(write_stage(str(tmp_path / encoding), [random_rows(5)], meta), 1)
+        packs[encoding] = (
+            StepLoader(store, Schedule(build_index(store, config), config), config, 0, 1).load(0).packs[0]
+        )
+    raw, split, fp8 = packs["bf16"], packs["bf16_split"], packs["fp8_e4m3"]
+    for name in ("hidden_states", "input_ids", "loss_mask", "position_ids", "verifier_last_hidden_states"):
+        assert torch.equal(getattr(raw, name), getattr(split, name))
+        torch.testing.assert_close(getattr(fp8, name), getattr(raw, name), rtol=2**-4, atol=2**-10)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"encoding": "bf16_split"}, "encoding is 'bf16_split', but 'bf16' in shard 00000"),
+        ({"layer_ids": (1, 3, 4, 6)}, r"layer_ids is \(1, 3, 4, 6\), but \(1, 2, 4, 6\) in shard 00000"),
+        ({"hidden_size": 16}, "hidden_size is 16, but 32 in shard 00000"),
+        ({"verifier_revision": "other"}, "verifier_revision is 'other', but 'revision' in shard 00000"),
+    ],
+)
+def test_shards_that_differ_are_refused_by_name(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    other = replace(META, **change)
+    rows = [replace(row, hidden_states=row.hidden_states[..., : other.hidden_size]) for row in random_rows(4)]
+    store = ShardStore(write_stage(str(tmp_path), [random_rows(4), random_rows(4), rows], META, META, other), 1)
+    with pytest.raises(StageFailed, match=f"shard 00002: {said}"):
+        build_index(store, CONFIG)
+
+
+def test_a_shard_that_cannot_be_decoded_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ShardStore(write_stage(str(tmp_path), [random_rows(4)], META), 1)
+    index = build_index(store, CONFIG)
+    monkeypatch.setattr(HiddenStatesMeta, "bytes_per_token", lambda meta: {"aux_hidden_states": 1})
+    with pytest.raises(DamagedShard, match=r"shard 00000: row 0: \d+ bytes of aux_hidden_states"):
+        store.sample(index[0].shard, index[0].row)
 
 
 def test_an_unfinished_stage_is_refused(tmp_path: Path) -> None:

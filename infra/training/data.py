@@ -13,7 +13,7 @@ import json
 import random
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from threading import Lock
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from infra import manifest
 from infra.errors import DamagedShard, StageFailed
 from infra.fingerprint import sha256_hex
-from infra.hidden_states import HiddenStatesFile
+from infra.hidden_states import HiddenSample, HiddenStatesFile, HiddenStatesMeta
 from infra.schemas import STATUS_FAILED
 from infra.training.batch import PackedBatch, concatenate
 from infra.training.config import TrainConfig
@@ -54,8 +54,8 @@ class ShardStore:
     """Shards of a stage, checked against their records, the last few of them kept in memory.
 
     Raises (from its methods):
-        DamagedShard: a shard does not match its record.
-        StageFailed: the stage is not complete.
+        DamagedShard: a shard does not match its record, or cannot be decoded.
+        StageFailed: the stage is not complete, or its shards are not of one kind.
     """
 
     def __init__(self, stage_uri: str, max_shards: int) -> None:
@@ -66,6 +66,7 @@ class ShardStore:
         self.records = [records[shard] for shard in sorted(records)]
         self._max_shards = max_shards
         self._held: OrderedDict[int, HiddenStatesFile] = OrderedDict()
+        self._first: tuple[str, HiddenStatesMeta] | None = None  # the shard that the others must be like
         self._lock = Lock()
 
     def file(self, shard: int) -> HiddenStatesFile:
@@ -78,10 +79,32 @@ class ShardStore:
                     self._held[shard] = HiddenStatesFile(data)
                 except ValueError as error:
                     raise DamagedShard(self.stage_uri, record.shard, str(error)) from error
+                self._require_like_the_first(record.shard, self._held[shard].meta)
                 while len(self._held) > self._max_shards:
                     self._held.popitem(last=False)
             self._held.move_to_end(shard)
             return self._held[shard]
+
+    def sample(self, shard: int, row: int) -> HiddenSample:
+        """The sample of row `row`, which did not fail, of the shard at position `shard`."""
+        try:
+            sample = self.file(shard).sample(row)
+        except ValueError as error:
+            raise DamagedShard(self.stage_uri, self.records[shard].shard, str(error)) from error
+        assert sample is not None, "failed rows are not indexed"
+        return sample
+
+    def _require_like_the_first(self, shard: str, meta: HiddenStatesMeta) -> None:
+        """Shards copied between stages must not be trained on: their states mean different things."""
+        self._first = self._first or (shard, meta)
+        first, expected = self._first
+        for field in fields(meta):
+            found, wanted = getattr(meta, field.name), getattr(expected, field.name)
+            if found != wanted:
+                raise StageFailed(
+                    f"{self.stage_uri} shard {shard}: {field.name} is {found!r}, but {wanted!r} in shard {first}; "
+                    "all shards of a stage must be alike, so delete the stage and extract it again"
+                )
 
 
 def build_index(store: ShardStore, config: TrainConfig) -> list[IndexedSample]:
@@ -233,8 +256,7 @@ class StepLoader:
         return concatenate([self._sample(sample) for sample in pack])
 
     def _sample(self, where: IndexedSample) -> PackedBatch:
-        sample = self._store.file(where.shard).sample(where.row)
-        assert sample is not None, "failed rows are not indexed"
+        sample = self._store.sample(where.shard, where.row)
         cut = where.num_tokens + 1
         return align_sample(
             sample.input_ids[:cut].long(),

@@ -21,15 +21,15 @@ NUM_LAYERS = 6
 LAYER_IDS = (1, 2, 4, 6)
 
 
-def write_stage(root: str, rows: Sequence[Sequence[HiddenRow]], meta: HiddenStatesMeta) -> str:
-    """Commit one shard for each list of rows. Returns the stage's URI."""
+def write_stage(root: str, rows: Sequence[Sequence[HiddenRow]], *metas: HiddenStatesMeta) -> str:
+    """Commit one shard for each list of rows, of the meta in its place (the last for all later). Returns its URI."""
     stage = StageRef(root, "hidden_states", stage_content("hidden_states", 1, {}, {}, {}))
     shards = manifest.write_plan(stage, [Shard(f"{number:05d}") for number in range(len(rows))])
-    for shard, content in zip(shards, rows, strict=True):
+    for number, (shard, content) in enumerate(zip(shards, rows, strict=True)):
         manifest.commit_shard(
             stage,
             shard,
-            encode(content, meta),
+            encode(content, metas[min(number, len(metas) - 1)]),
             rows=len(content),
             status_counts={"ok": len(content)},
             inputs={},
