@@ -37,7 +37,10 @@ class Config(BaseModel):
             value = getattr(self, name)
             if not info.is_required() and value == info.get_default(call_default_factory=True):
                 continue
-            found[name] = _plain(value)
+            plain = _plain(value)
+            if isinstance(value, Config) and not plain:
+                continue  # it differs in what changes nothing that is written
+            found[name] = plain
         return found
 
 

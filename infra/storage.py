@@ -35,6 +35,7 @@ __all__ = [
     "create_file",
     "delete",
     "exists",
+    "free_bytes",
     "get",
     "get_file",
     "get_many",
@@ -190,6 +191,11 @@ def list_objects(uri: str) -> dict[str, ObjectInfo]:
 def list_sizes(uri: str) -> dict[str, int]:
     """`list_objects` without the times: name relative to `uri`, and size in bytes."""
     return {name: found.size_bytes for name, found in list_objects(uri).items()}
+
+
+def free_bytes(uri: str) -> int | None:
+    """Bytes that a folder's disk has free, whether the folder is there yet or not; None where nobody knows (S3)."""
+    return None if _store(uri) is storage_s3 else storage_local.free_bytes(uri)
 
 
 def delete(uri: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -124,6 +125,12 @@ def list_objects(uri: str) -> dict[str, ObjectInfo]:
                     relative = name if below == "." else f"{below}/{name}"
                     found[relative] = ObjectInfo(stat.st_size, stat.st_mtime)
     return found
+
+
+def free_bytes(uri: str) -> int:
+    path = _path(uri).absolute()
+    with explained(path, "looked at"):
+        return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.is_dir())).free
 
 
 def delete(uri: str) -> None:
