@@ -21,6 +21,7 @@ from infra.schemas import RESPONSES, STATUS_FAILED, STATUS_OK, STATUS_TRUNCATED
 
 TOKEN_SOURCE_SERVER = "server"
 TOKEN_SOURCE_RECONSTRUCTED = "reconstructed"
+TOKEN_SOURCE_IMPORTED = "imported"
 MAX_ERROR_CHARACTERS = 2000
 TURNS_NOT_FOUND = "num_turns_not_found"
 """In a row, a shard's record and the log: earlier turns that `loss_on: all_turns` found no ids of."""

@@ -52,7 +52,7 @@ RESPONSES = pa.schema(
         pa.field("temperature", pa.float64(), nullable=False),
         pa.field("status", pa.string(), nullable=False),  # ok, truncated or failed
         pa.field("error", pa.string()),
-        pa.field("token_source", pa.string(), nullable=False),  # server or reconstructed
+        pa.field("token_source", pa.string(), nullable=False),  # server, reconstructed or imported
         pa.field("latency_seconds", pa.float64(), nullable=False),
     ]
 )
