@@ -11,13 +11,16 @@ this process owns (`infra.staging`): each is mapped, checked and deleted, and wh
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,11 +31,10 @@ from torch import Tensor
 
 from infra.errors import InfrastructureError, InputError, ServerError
 from infra.extract_process import ExtractProcess
-from infra.extraction_config import ExtractConfig, engine_configs, resolve_layer_ids
+from infra.extraction_config import ExtractConfig, engine_configs, resolve_layer_ids, states_meta
 from infra.extraction_rows import BuiltShard, ExtractResult, ExtractSample, build_shard, samples_of
-from infra.hidden_states import HiddenStatesMeta
-from infra.state_checks import states_problem
 from infra.staging import Staging
+from infra.state_checks import states_problem
 from infra.verifier import Verifier
 from infra.vllm_config import VllmConfig
 
@@ -58,6 +60,27 @@ MAX_REQUEST_TOKENS = 65_536
 FILE_BYTES, ID_BYTES = 1024, 8
 
 logger = logging.getLogger("draftsmith.extraction")
+
+
+@dataclass
+class StreamTimes:
+    """What one stream has taken.
+
+    Attributes:
+        engine_seconds: that the engine has worked for it.
+        waited_seconds: that its reader has waited, for the engine or for room in the staging.
+    """
+
+    engine_seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.monotonic() - started
 
 
 class ExtractionEngine:
@@ -96,12 +119,7 @@ class ExtractionEngine:
         self._process = ExtractProcess(
             vllm, verifier.path, log_path=log_path, token=token, trust_remote_code=trust_remote_code, worker=worker
         )
-        self.meta = HiddenStatesMeta(
-            layer_ids=tuple(resolve_layer_ids(config, verifier)),
-            hidden_size=verifier.hidden_size,
-            verifier_revision=verifier.revision,
-            encoding=config.encoding,
-        )
+        self.meta = states_meta(config, verifier)
         # What vLLM calls auto is never float32.
         bytes_per_value = 4 if vllm.dtype == "float32" else 2
         self._token_bytes = len(self.meta.layer_ids) * self.meta.hidden_size * bytes_per_value + ID_BYTES
@@ -151,13 +169,17 @@ class ExtractionEngine:
         """All results of `stream` at once, in the order of `samples`. Blocks; same errors."""
         return list(self.stream(shard, samples))
 
-    def stream(self, shard: str, samples: Sequence[ExtractSample]) -> Iterator[ExtractResult]:
+    def stream(
+        self, shard: str, samples: Sequence[ExtractSample], times: StreamTimes | None = None
+    ) -> Iterator[ExtractResult]:
         """Extract the samples' states and check them; one result each, in their order. Blocks between them.
 
         A sample that cannot be extracted, or whose states fail a check, is a result with an error. Several threads
         may each have a stream: while one encodes its shard, the engine works for the other. Whoever reads a stream
         drops each result when it takes the next: by then its room in the staging is given to others.
 
+        Args:
+            times: added to as the stream goes on.
         Raises:
             ServerError: the engine ended or took too long; the message holds its last errors.
             InputError: a sample has more states than the staging may ever hold.
@@ -166,11 +188,12 @@ class ExtractionEngine:
         waiting = deque(self._requests(samples))
         sent: deque[tuple[int, list[ExtractSample]]] = deque()
         held: deque[int] = deque()  # bytes of the results that the reader may still have: files gone, pages mapped
-        num_failed, num_tokens, seconds = 0, 0, 0.0
+        num_failed, num_tokens, times = 0, 0, times or StreamTimes()
         try:
             while waiting or sent:
                 while waiting and len(sent) < REQUESTS_IN_FLIGHT:
-                    number = self._send(shard, waiting[0], wait=not sent and not held)
+                    with times.waiting():
+                        number = self._send(shard, waiting[0], wait=not sent and not held)
                     if number is None:
                         break  # the staging is full: what is in flight comes first
                     sent.append((number, waiting.popleft()))
@@ -178,9 +201,10 @@ class ExtractionEngine:
                     self.staging.give_back(held.popleft())
                     continue
                 number, batch = sent[0]
-                reply = self._receive(number, batch)
+                with times.waiting():
+                    reply = self._receive(number, batch)
                 num_tokens += reply["num_tokens"]
-                seconds += reply["seconds"]
+                times.engine_seconds += reply["seconds"]
                 for sample, answer in zip(batch, reply["samples"], strict=True):
                     result = self._result(sample, answer)
                     num_failed += result.error is not None
@@ -201,7 +225,7 @@ class ExtractionEngine:
             len(samples) - num_failed,
             len(samples),
             num_tokens,
-            num_tokens / max(seconds, 1e-9),
+            num_tokens / max(times.engine_seconds, 1e-9),
         )
 
     def _requests(self, samples: Sequence[ExtractSample]) -> Iterator[list[ExtractSample]]:

@@ -10,8 +10,10 @@ from pydantic import Field, model_validator
 from infra.config import CONTENT, Config
 from infra.errors import InputError
 from infra.gpu_sets import GpuSets, check_gpu_sets, on_gpu_sets
+from infra.hidden_states import HiddenStatesMeta
 from infra.staging import Staging
-from infra.verifier import Verifier, default_layer_ids
+from infra.state_checks import ChecksConfig
+from infra.verifier import Verifier, VerifierShape, default_layer_ids
 from infra.vllm_config import VllmConfig
 
 
@@ -21,8 +23,11 @@ class ExtractConfig(Config):
     layer_ids: Annotated[list[int] | None, CONTENT] = None
     """Layers whose states are kept, ascending, the last being the verifier's number of layers; the ones before it
     feed the draft. By default layer 2, the middle one, the third from the end, and the last."""
-    encoding: Annotated[Literal["bf16"], CONTENT] = "bf16"
-    """How the states are stored. `bf16`: as they are."""
+    encoding: Annotated[Literal["bf16", "bf16_split", "fp8_e4m3"], CONTENT] = "bf16"
+    """How the states are stored. `bf16`: as they are. `bf16_split`: the same bits in 0.7 of the bytes. `fp8_e4m3`:
+    half of the bytes, each value within 2^-4 of itself (but the smallest; infra/state_encodings.py)."""
+    checks: Annotated[ChecksConfig, CONTENT] = ChecksConfig()
+    """What a sample's states must pass before they count."""
     max_failed_share: float = Field(default=0.02, ge=0.0, le=1.0)
     """Share of the samples that may fail before the stage does."""
     engines: int = Field(default=1, ge=1)
@@ -50,7 +55,7 @@ class ExtractConfig(Config):
         return Staging(name, self.staging_folder, limit_bytes, self.engines)
 
 
-def resolve_layer_ids(config: ExtractConfig, verifier: Verifier) -> list[int]:
+def resolve_layer_ids(config: ExtractConfig, verifier: VerifierShape) -> list[int]:
     """The layers to extract, checked against the verifier.
 
     Raises:
@@ -64,10 +69,20 @@ def resolve_layer_ids(config: ExtractConfig, verifier: Verifier) -> list[int]:
     if len(ids) < 2 or not ascending or ids[0] < 1 or ids[-1] != last:
         raise InputError(
             "extract.layer_ids",
-            f"{ids} must be at least two ascending ids from 1 to {last}, the last of them {last}: "
-            f"{verifier.name} has {last} layers",
+            f"{ids} must be at least two ascending ids from 1 to {last}, the last of them {last}: the verifier has "
+            f"{last} layers",
         )
     return list(ids)
+
+
+def states_meta(config: ExtractConfig, verifier: Verifier) -> HiddenStatesMeta:
+    """What every shard of a stage says in its metadata. Raises InputError as `resolve_layer_ids`."""
+    return HiddenStatesMeta(
+        layer_ids=tuple(resolve_layer_ids(config, verifier)),
+        hidden_size=verifier.hidden_size,
+        verifier_revision=verifier.revision,
+        encoding=config.encoding,
+    )
 
 
 def engine_configs(config: ExtractConfig, vllm: VllmConfig) -> list[VllmConfig]:
