@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from infra.hidden_states import HiddenRow, HiddenStatesMeta, encode, payload_problem
+from infra.hidden_states import (
+    HiddenRow,
+    HiddenStatesMeta,
+    encode,
+    encoding_error,
+    fail_rows,
+    payload_problem,
+    state_bytes,
+)
 from infra.schemas import STATUS_FAILED
+from infra.state_checks import ShardChecks, StateChecks
+from infra.state_verdict import FailedChecks
 
 logger = logging.getLogger("draftsmith.extraction")
 
@@ -26,7 +36,7 @@ class ExtractSample:
 
 @dataclass(frozen=True)
 class ExtractResult:
-    """What came of one sample: states that passed every check, or the reason why there are none.
+    """What came of one sample: states that a model may have computed (`states_problem`), or why there are none.
 
     Args:
         hidden_states: [tokens, layers, hidden], mapped from a file that is already deleted, so that its pages are
@@ -39,11 +49,17 @@ class ExtractResult:
 
 
 class BuiltShard(NamedTuple):
-    """A shard ready to be committed."""
+    """A shard ready to be committed.
+
+    Args:
+        extra: for its record: `num_tokens`, `num_loss_tokens` and `longest_tokens` of the rows with states,
+            `failed_checks`, `layer_norms`, `on_policy`, `state_bytes`, `encoding_error`.
+    """
 
     data: bytes
     rows: int
     status_counts: dict[str, int]
+    extra: dict[str, Any]
 
 
 def samples_of(responses: Any) -> list[ExtractSample]:
@@ -52,55 +68,99 @@ def samples_of(responses: Any) -> list[ExtractSample]:
     return [ExtractSample(row["sample_id"], row["input_ids"]) for row in columns if row["status"] != STATUS_FAILED]
 
 
-def build_shard(responses: Any, results: Iterable[ExtractResult], meta: HiddenStatesMeta) -> BuiltShard:
+def build_shard(
+    responses: Any, results: Iterable[ExtractResult], meta: HiddenStatesMeta, checks: StateChecks
+) -> BuiltShard:
     """A hidden_states shard out of a responses shard: one row for each of its rows.
 
-    Holds the states of one sample at a time where `results` is a stream; the encoded shard is in memory whole.
+    Holds the states of one sample at a time where `results` is a stream; the encoded shard is in memory whole, and
+    twice where samples are refused by the shard's own statistics, which only a stage's first shards are.
 
     Args:
         responses: table of `schemas.RESPONSES`.
         results: those of `samples_of(responses)`, in that order.
+        checks: of the stage.
     Raises:
         ValueError: the results are not those of these responses.
     """
-    counts: Counter[str] = Counter()
-    failures: list[str] = []
-
-    def rows() -> Iterator[HiddenRow]:
-        remaining = iter(results)
-        columns = ["sample_id", "status", "error", "input_ids", "loss_mask"]
-        for response in responses.select(columns).to_pylist():
-            failed = response["status"] == STATUS_FAILED
-            row = _failed_response(response) if failed else _hidden_row(response, next(remaining, None), meta)
-            counts[row.status] += 1
-            if row.error is not None and not failed:
-                failures.append(f"{row.sample_id}: {row.error}")
-            yield row
-        if next(remaining, None) is not None:
-            raise ValueError("more results than responses")
-
+    judge = checks.shard()
+    shard = _Tally()
     try:
-        data = encode(rows(), meta)
+        data = encode(shard.counted(_rows(responses, results, meta, judge)), meta)
     finally:
         if isinstance(results, Generator):
             results.close()  # a stream given up half-way gives up its requests now, not when it is collected
-    if failures:
-        logger.warning(
-            "%d samples have no hidden states and become failed rows; the first: %s", len(failures), failures[0]
-        )
-    return BuiltShard(data, sum(counts.values()), dict(counts))
+    if late := judge.late_problems():
+        data = fail_rows(data, late)
+        shard.fail(late)
+    shard.failed.warn()
+    extra = {**shard.extra(), **judge.close(), "state_bytes": state_bytes(data)}
+    if (error := encoding_error(data)) is not None:
+        extra["encoding_error"] = error
+    return BuiltShard(data, sum(shard.statuses.values()), dict(shard.statuses), extra)
 
 
-def _failed_response(response: dict[str, Any]) -> HiddenRow:
-    error = f"response failed: {response['error']}"
-    return HiddenRow(response["sample_id"], STATUS_FAILED, error, [], [], None)
+class _Tally:
+    """Counts of a shard's rows: what their record says beside the checks' own figures."""
+
+    def __init__(self) -> None:
+        self.statuses: Counter[str] = Counter()
+        self.failed = FailedChecks()
+        self._tokens: dict[str, tuple[str, int, int]] = {}  # status, tokens, tokens under the mask, by sample
+
+    def counted(self, rows: Iterable[HiddenRow]) -> Iterator[HiddenRow]:
+        for row in rows:
+            self.statuses[row.status] += 1
+            if row.error is None:
+                self._tokens[row.sample_id] = (row.status, len(row.input_ids), sum(row.loss_mask))
+            else:
+                self.failed.add(row.sample_id, row.error)
+            yield row
+
+    def fail(self, errors: Mapping[str, str]) -> None:
+        """Rows that were counted with states have none after all."""
+        for sample_id, error in errors.items():
+            status, *_ = self._tokens.pop(sample_id)
+            self.statuses[status] -= 1
+            self.statuses[STATUS_FAILED] += 1
+            self.failed.add(sample_id, error)
+        self.statuses = +self.statuses
+
+    def extra(self) -> dict[str, Any]:
+        return {
+            "num_tokens": sum(tokens for _, tokens, _ in self._tokens.values()),
+            "num_loss_tokens": sum(trained for *_, trained in self._tokens.values()),
+            "longest_tokens": max((tokens for _, tokens, _ in self._tokens.values()), default=0),
+            "failed_checks": self.failed.to_json(),
+        }
 
 
-def _hidden_row(response: dict[str, Any], result: ExtractResult | None, meta: HiddenStatesMeta) -> HiddenRow:
+def _rows(
+    responses: Any, results: Iterable[ExtractResult], meta: HiddenStatesMeta, judge: ShardChecks
+) -> Iterator[HiddenRow]:
+    remaining = iter(results)
+    columns = ["sample_id", "status", "error", "input_ids", "loss_mask", "temperature"]
+    for response in responses.select(columns).to_pylist():
+        if response["status"] == STATUS_FAILED:
+            error = f"response failed: {response['error']}"
+            yield HiddenRow(response["sample_id"], STATUS_FAILED, error, [], [], None)
+        else:
+            yield _hidden_row(response, next(remaining, None), meta, judge)
+    if next(remaining, None) is not None:
+        raise ValueError("more results than responses")
+
+
+def _hidden_row(
+    response: dict[str, Any], result: ExtractResult | None, meta: HiddenStatesMeta, judge: ShardChecks
+) -> HiddenRow:
     sample_id, input_ids = response["sample_id"], response["input_ids"]
     if result is None or result.sample_id != sample_id:
         raise ValueError(f"no result for {sample_id}, but one for {result and result.sample_id}")
-    error = result.error or payload_problem(len(input_ids), meta)
+    error = result.error
+    if error is None and (problem := payload_problem(len(input_ids), meta)):
+        error = f"length: {problem}"
+    if error is None and result.hidden_states is not None:
+        error = judge.problem(response, result.hidden_states)
     return HiddenRow(
         sample_id=sample_id,
         status=STATUS_FAILED if error else response["status"],

@@ -17,13 +17,15 @@ of positions; so does its mean over some values of a. Its log is the evidence, i
 like shortfall^2 / (2 variance), as a normal test does.
 
 **Top-1.** The share of tokens that are the most likely one has the mean of max p. By Hoeffding (1963, theorem 1) a
-share s below a mean m has a probability of at most exp(-n KL(s || m)): n KL is the evidence. At temperature 0 every
-token is the most likely one, up to near ties that another batch or kernel breaks otherwise: m is then a constant
-below 1, and a token within a small gap of the best logit counts as it.
+share s below a mean m has a probability of at most exp(-n KL(s || m)): n KL is the evidence.
+
+**Greedy text** is judged as if sampled at a low temperature. Text of a lower temperature than it is judged at, as
+of top_p, top_k and min_p, has likelier tokens, which these one-sided tests allow; and among near ties, which
+another batch or kernel breaks otherwise, every choice is a likely one. Penalties (repetition, presence, frequency)
+make for less likely tokens, see `margin_nats`.
 
 A sample is refused when the evidence and the size of the shortfall are both beyond the config's limits: the one
-says that it is no chance, the other that it is no rounding. top_p, top_k and min_p only draw likelier tokens, which
-these one-sided tests allow; penalties (repetition, presence, frequency) draw less likely ones, see `margin_nats`.
+says that it is no chance, the other that it is no rounding.
 """
 
 from __future__ import annotations
@@ -45,12 +47,11 @@ from infra.verifier_head import VerifierHead
 _CHUNK_POSITIONS = 32
 # Exponents `a` of the module's docstring: the small ones find a small shortfall of many positions.
 _FLATTENINGS = (0.05, 0.2, 0.5)
-# Share of a greedy answer's tokens that the head has as its best at least, near ties included.
-_GREEDY_TOP1 = 0.95
-# Below this, vLLM is greedy.
-_GREEDY_TEMPERATURE = 1e-5
-# Divided by less, the rounding of a logit is more than the margin. Text of a lower temperature passes all the more.
-_LOWEST_TEMPERATURE = 0.3
+# Lower temperatures, 0 too, are judged as this one: divided by less, the rounding of a logit (bf16 logits of 16 to
+# 32 are 0.125 apart) would count as a shortfall.
+LOWEST_TEMPERATURE = 0.1
+# However sure the verifier is of its text, this share of its first choices is another's after rounding.
+_MOST_EXPECTED = 0.98
 
 
 class OnPolicyConfig(Config):
@@ -67,10 +68,7 @@ class OnPolicyConfig(Config):
     margin_top1: Annotated[float, CONTENT, Field(gt=0, lt=1)] = 0.15
     """Least shortfall of the share of most likely tokens that is refused."""
     evidence_nats: Annotated[float, CONTENT, Field(gt=0)] = 12.0
-    """How unlikely the shortfall must be besides: a sound sample is refused with a probability of exp(-this)."""
-    near_tie_logits: Annotated[float, CONTENT, Field(ge=0)] = 0.25
-    """At temperature 0, a token this close below the best logit counts as the best: bf16 logits of 16 to 32 are
-    0.125 apart."""
+    """How unlikely the shortfall must be besides: sound samples are refused with a probability of exp(-this)."""
     stage_margin_nats: float = Field(default=0.15, gt=0)
     """Least shortfall of the mean log-probability over a whole shard or stage that is refused."""
 
@@ -83,10 +81,10 @@ class OnPolicy:
         positions: how many.
         top1: tokens that are the most likely one.
         expected_top1: what `top1` is expected to be.
-        logprob: log-probability of the tokens, at the temperature they were sampled at (1 where that was 0).
+        logprob: log-probability of the tokens, at the temperature they were sampled at.
         expected_logprob: what `logprob` is expected to be.
         variance: of `logprob`.
-        ratios: log likelihood ratio for each of `_FLATTENINGS`; 0 where the temperature was 0.
+        ratios: log likelihood ratio for each of `_FLATTENINGS`.
     """
 
     positions: float = 0.0
@@ -156,10 +154,7 @@ def measure(
         positions = torch.tensor(chosen[start : start + _CHUNK_POSITIONS])
         tokens = torch.tensor([input_ids[position] for position in positions.tolist()])
         logits = head.logits(last_states[positions - 1])  # [positions, vocab]
-        if temperature < _GREEDY_TEMPERATURE:
-            total += _greedy(logits, tokens, config)
-        else:
-            total += _sampled(logits, tokens, max(temperature, _LOWEST_TEMPERATURE))
+        total += _measured(logits, tokens, max(temperature, LOWEST_TEMPERATURE))
     return total
 
 
@@ -197,23 +192,8 @@ def said(found: OnPolicy) -> str:
     )
 
 
-def _greedy(logits: Tensor, tokens: Tensor, config: OnPolicyConfig) -> OnPolicy:
-    """Of tokens [positions] chosen as the best of logits [positions, vocab]."""
-    best = logits.amax(dim=-1)
-    own = logits.gather(1, tokens[:, None]).squeeze(1)
-    normaliser = logits.logsumexp(dim=-1)
-    count = float(len(tokens))
-    return OnPolicy(
-        positions=count,
-        top1=float((best - own <= config.near_tie_logits).sum()),
-        expected_top1=_GREEDY_TOP1 * count,
-        logprob=float((own - normaliser).sum()),
-        expected_logprob=float((best - normaliser).sum()),
-    )
-
-
-def _sampled(logits: Tensor, tokens: Tensor, temperature: float) -> OnPolicy:
-    """Of tokens [positions] drawn from softmax(logits [positions, vocab] / temperature)."""
+def _measured(logits: Tensor, tokens: Tensor, temperature: float) -> OnPolicy:
+    """What softmax(logits [positions, vocab] / temperature) says of tokens [positions]."""
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     own = logprobs.gather(1, tokens[:, None]).squeeze(1)
     top = logprobs.amax(dim=-1)
@@ -240,7 +220,7 @@ def _ratio_evidence(found: OnPolicy) -> float:
 
 def _top1_evidence(found: OnPolicy) -> float:
     """positions * KL(share found || share expected), of a share that is too small."""
-    share, expected = found.top1 / found.positions, min(found.expected_top1 / found.positions, _GREEDY_TOP1)
+    share, expected = found.top1 / found.positions, min(found.expected_top1 / found.positions, _MOST_EXPECTED)
     if share >= expected:
         return 0.0
     hits = share * math.log(share / expected) if share else 0.0

@@ -103,7 +103,7 @@ class ShardChecks:
             response: a row of `schemas.RESPONSES`: its sample_id, input_ids, loss_mask and temperature.
             states: [tokens, layers, hidden], which passed `states_problem`.
         """
-        norms = state_norms.log_norms(states)
+        norms = state_norms.log_norms(states, response["input_ids"])
         if self._known and (problem := self._stage.norms.problem(norms, self._known)):
             return problem
         found = OnPolicy()

@@ -21,7 +21,7 @@ from infra.config import CONTENT, Config
 
 Floats = npt.NDArray[np.float64]
 
-# Of a longer sample, evenly spaced tokens are measured: their median is as good.
+# Different tokens that are measured of a sample: the median of more would be no better.
 _MEASURED_TOKENS = 256
 # The first tokens may be attention sinks, hundreds of times as long as the others: a short sample is little else.
 _FEWEST_TOKENS = 8
@@ -34,11 +34,11 @@ _SIGMA_PER_MAD = 1.4826
 class NormsConfig(Config):
     """When a sample's states count as too long or too short."""
 
-    norm_spreads: Annotated[float, CONTENT, Field(gt=0)] = 8.0
+    norm_spreads: Annotated[float, CONTENT, Field(gt=0)] = 20.0
     """States are refused when a layer's norm is further from the stage's than this many spreads (robust standard
     deviations over samples) and than `norm_log_units`."""
-    norm_log_units: Annotated[float, CONTENT, Field(gt=0)] = 0.3
-    """The least distance that is refused, in natural logarithm: 0.3 is a factor of 1.35."""
+    norm_log_units: Annotated[float, CONTENT, Field(gt=0)] = 0.4
+    """The least distance that is refused, in natural logarithm: 0.4 is a factor of 1.5."""
 
 
 class LayerNorms(NamedTuple):
@@ -124,15 +124,21 @@ class NormsCheck:
         )
 
 
-def log_norms(states: Tensor) -> Floats | None:
-    """Log of the median over tokens of each layer's L2 norm, [layers]; None of a sample too short to tell.
+def log_norms(states: Tensor, input_ids: Sequence[int]) -> Floats | None:
+    """Log of the median L2 norm of each layer's states, [layers]; None of a sample with too few tokens to tell.
+
+    The median over different tokens, each where it first occurs: of text that says one word a thousand times the
+    most states are those of that word, and may be a hundred times as long as all others.
 
     Args:
         states: [tokens, layers, hidden], finite and nowhere all zero.
+        input_ids: the tokens.
     """
-    if states.shape[0] < _FEWEST_TOKENS:
+    _, places = np.unique(np.asarray(input_ids), return_index=True)
+    if len(places) < _FEWEST_TOKENS:
         return None
-    measured = states[:: -(-states.shape[0] // _MEASURED_TOKENS)]
+    places = np.sort(places)[:: -(-len(places) // _MEASURED_TOKENS)]
+    measured = states[torch.from_numpy(places)]
     norms = torch.linalg.vector_norm(measured, dim=-1, dtype=torch.float32)  # [measured, layers]
     medians: Floats = norms.median(dim=0).values.double().numpy()
     return np.log(medians)

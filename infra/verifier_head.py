@@ -26,7 +26,7 @@ _NORMS = (
     "model.norm", "language_model.norm", "norm", "model.final_layernorm", "model.norm_f", "backbone.norm_f",
     "model.final_norm", "model.embedding_norm", "transformer.ln_f", "gpt_neox.final_layer_norm",
 )  # fmt: skip
-_HEADS = ("lm_head", "embed_out", "output")
+_HEADS = ("lm_head", "embed_out")
 _EMBEDDINGS = (
     "model.embed_tokens", "language_model.embed_tokens", "embed_tokens", "backbone.embeddings", "transformer.wte",
 )  # fmt: skip
@@ -82,8 +82,8 @@ class VerifierHead:
             UnknownHead: it has none that is understood.
         """
         try:
-            config = text_config(json.loads((folder / "config.json").read_bytes()))
-            return cls._of(config, _Checkpoint(folder))
+            whole = json.loads((folder / "config.json").read_bytes())
+            return cls._of({**whole, **text_config(whole)}, _Checkpoint(folder))
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             if isinstance(error, UnknownHead):
                 raise
@@ -95,9 +95,10 @@ class VerifierHead:
         if _NOT_UNDERSTOOD.fullmatch(family):
             raise UnknownHead(f"how the family {family} computes its logits is not known here")
         norm_name = checkpoint.find(_NORMS)
-        tied = bool(config.get("tie_word_embeddings", False))
-        head_name = None if tied else checkpoint.find(_HEADS)
-        head_name = head_name or checkpoint.find(_EMBEDDINGS)
+        head_name = checkpoint.find(_HEADS)
+        # A head under another name than `.weight` is quantized, and no reason to take the embeddings for it.
+        if head_name is None and config.get("tie_word_embeddings", True) and not checkpoint.has_any(_HEADS):
+            head_name = checkpoint.find(_EMBEDDINGS)
         if norm_name is None or head_name is None:
             absent = "final norm" if norm_name is None else "output head"
             raise UnknownHead(f"its {absent} has no name that is known")
@@ -159,6 +160,11 @@ class _Checkpoint:
             if found:
                 return found[0]
         return None
+
+    def has_any(self, layouts: tuple[str, ...]) -> bool:
+        """Whether any tensor at all is of one of `layouts`."""
+        pattern = re.compile(rf"{_PREFIX}({'|'.join(map(re.escape, layouts))})\..*")
+        return any(pattern.fullmatch(name) for name in self._files if not _OTHER_PARTS.search(name))
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, mapped.
