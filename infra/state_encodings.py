@@ -78,8 +78,8 @@ class Bf16Split:
     """Lossless: the high bytes (sign and upper seven bits of the exponent) apart from the low bytes.
 
     Both are in the order [layers, tokens, hidden]. The states of one layer are of like magnitudes, so its high
-    bytes pack to 0.37 by their frequencies alone; layers differ, and token by token they would pack to 0.41. The low
-    bytes are all but random, and no codec is worth its time on them.
+    bytes pack to 0.37 by their frequencies alone; layers differ, and token by token they would pack to 0.41. The
+    low bytes are all but random, and no codec is worth its time on them.
     """
 
     codecs: Mapping[str, str] = {"states_high": "zstd", "states_low": "none"}
