@@ -1,0 +1,178 @@
+"""What a stage of hidden states takes: bytes and hours, from what its committed shards have shown.
+
+Tokens are known only where states are: a shard that is still to be made is taken to have as many for each byte of
+its responses as the shards that are made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infra.errors import StageFailed
+from infra.extraction_config import ExtractConfig
+from infra.extraction_pool import SHARDS_AT_ONCE
+from infra.manifest import ShardRecord, StageRef
+from infra.on_policy import OnPolicy
+from infra.state_verdict import FailedChecks
+
+BF16_BYTES = 2
+# Stored bytes over those of raw bf16, as measured on the small verifier (docs/performance.md).
+EXPECTED_RATIO = {"bf16": 1.0, "bf16_split": 0.70, "fp8_e4m3": 0.51}
+# What `extract_shard` measures, beside what `build_shard` puts into the record.
+EXTRACT_SECONDS, ENCODE_SECONDS = "extract_seconds", "encode_seconds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Sums over committed shards.
+
+    Attributes:
+        input_bytes: of the responses they were made from.
+        raw_bytes: their states in bf16.
+        stored_bytes: the files.
+        extract_seconds: that an engine has worked for them.
+        encode_seconds: for checking and encoding, by one thread.
+    """
+
+    num_tokens: int
+    input_bytes: int
+    raw_bytes: int
+    stored_bytes: int
+    extract_seconds: float
+    encode_seconds: float
+
+    @classmethod
+    def of(cls, records: Iterable[ShardRecord], inputs: Mapping[str, ShardRecord]) -> Measured | None:
+        """None where no shard with tokens is there, or none that says how long it took.
+
+        Args:
+            inputs: records of the responses, by name.
+        """
+        told = [record for record in records if record.extra.get("num_tokens") and EXTRACT_SECONDS in record.extra]
+        if not told:
+            return None
+        return cls(
+            num_tokens=sum(record.extra["num_tokens"] for record in told),
+            input_bytes=sum(inputs[name].size_bytes for record in told for name in record.inputs),
+            raw_bytes=sum(record.extra["state_bytes"]["raw"] for record in told),
+            stored_bytes=sum(record.size_bytes for record in told),
+            extract_seconds=sum(record.extra[EXTRACT_SECONDS] for record in told),
+            encode_seconds=sum(record.extra[ENCODE_SECONDS] for record in told),
+        )
+
+    def tokens_per_second(self, num_engines: int) -> float:
+        """Of that many engines, or of the threads that encode for them where those are slower."""
+        threads = min(num_engines * SHARDS_AT_ONCE, os.cpu_count() or 1)
+        seconds = max(self.extract_seconds / num_engines, self.encode_seconds / threads)
+        return self.num_tokens / max(seconds, 1e-9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What is left of a stage to make, and the room for it.
+
+    Attributes:
+        room_bytes: free on the root; None where nobody knows (S3).
+    """
+
+    encoding: str
+    num_engines: int
+    tokens_done: int
+    tokens_left: int
+    bytes_per_token: float
+    tokens_per_second: float
+    room_bytes: int | None
+
+    @classmethod
+    def of(
+        cls, measured: Measured, left: Iterable[ShardRecord], config: ExtractConfig, room_bytes: int | None
+    ) -> Budget:
+        """The budget for the shards of responses that are left."""
+        left_bytes = sum(record.size_bytes for record in left)
+        return cls(
+            encoding=config.encoding,
+            num_engines=config.engines,
+            tokens_done=measured.num_tokens,
+            tokens_left=round(measured.num_tokens * left_bytes / max(measured.input_bytes, 1)),
+            bytes_per_token=measured.stored_bytes / measured.num_tokens,
+            tokens_per_second=measured.tokens_per_second(config.engines),
+            room_bytes=room_bytes,
+        )
+
+    @property
+    def bytes_left(self) -> float:
+        return self.tokens_left * self.bytes_per_token
+
+    def __str__(self) -> str:
+        total_bytes = (self.tokens_done + self.tokens_left) * self.bytes_per_token
+        engines = f" with {self.num_engines} engines" if self.num_engines > 1 else ""
+        return (
+            f"{self.tokens_left:,} of {self.tokens_done + self.tokens_left:,} tokens left, "
+            f"{self.bytes_per_token:,.0f} bytes each as {self.encoding}: {readable(self.bytes_left)} of "
+            f"{readable(total_bytes)}; {self.tokens_per_second:,.0f} tokens/s{engines}: "
+            f"{self.tokens_left / self.tokens_per_second / 3600:.1f} hours; {room_said(self.room_bytes)}"
+        )
+
+    def require_room(self, stage: StageRef) -> None:
+        """Raises StageFailed when the root cannot hold what is left."""
+        if self.room_bytes is not None and self.bytes_left > self.room_bytes:
+            raise StageFailed(
+                f"{stage.stage}/{stage.key}: {stage.root} cannot hold what is left: {self}. Free some or take a "
+                "larger root and run again, which goes on from what is committed; extract.encoding makes a smaller "
+                "stage, from nothing"
+            )
+
+
+def room_said(room_bytes: int | None) -> str:
+    return "how much the root can hold is not known" if room_bytes is None else f"{readable(room_bytes)} are free"
+
+
+def raw_bytes_per_token(num_layers: int, hidden_size: int) -> int:
+    """Bytes of one token's states in bf16."""
+    return num_layers * hidden_size * BF16_BYTES
+
+
+def readable(size_bytes: float) -> str:
+    """A number of bytes for a person: 1.5 TB."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.1f} TB"
+
+
+def stage_totals(
+    records: Iterable[ShardRecord],
+    inputs: Mapping[str, ShardRecord],
+    encoding: str,
+    layer_ids: Sequence[int],
+    peak_staging_bytes: int,
+) -> dict[str, Any]:
+    """What the stage's manifest says beside its shards: the layers, sums over them, and one engine's rate.
+
+    Args:
+        peak_staging_bytes: of the run that writes the manifest; 0 where it had nothing to extract.
+    """
+    records = list(records)
+    extras = [record.extra for record in records]
+    failed = FailedChecks()
+    for extra in extras:
+        failed.add_json(extra.get("failed_checks", {}))
+    totals: dict[str, Any] = {
+        "layer_ids": list(layer_ids),
+        "encoding": encoding,
+        "num_tokens": sum(extra.get("num_tokens", 0) for extra in extras),
+        "raw_bytes": sum(extra.get("state_bytes", {}).get("raw", 0) for extra in extras),
+        "stored_bytes": sum(extra.get("state_bytes", {}).get("stored", 0) for extra in extras),
+        "peak_staging_bytes": peak_staging_bytes,
+        "failed_checks": failed.to_json(),
+    }
+    if measured := Measured.of(records, inputs):
+        totals["tokens_per_second"] = round(measured.tokens_per_second(1), 1)
+        totals["encode_mb_per_s"] = round(measured.raw_bytes / 1e6 / max(measured.encode_seconds, 1e-9), 1)
+    if judged := [OnPolicy.from_json(extra["on_policy"]) for extra in extras if "on_policy" in extra]:
+        totals["on_policy"] = sum(judged, OnPolicy()).to_json()
+    return {"extraction": totals}
