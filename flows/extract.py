@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from prefect import flow
 
 from flows.config import PipelineConfig
-from flows.stage import (
-    Stages,
-    StageWork,
-    Summary,
-    inspect,
-    own_inputs,
-    refuse_failed_rows,
-    run_all,
-    run_stage,
-    with_restarts,
-)
-from infra import manifest
-from infra.manifest import Shard
-from tasks.extract import extract_shard, extracting
+from flows.stage import Stages, StageWork, Summary, inspect, own_inputs, run_stage
+from infra import manifest, storage
+from infra.extraction import ExtractionEngine, engine_configs
+from infra.extraction_budget import Budget, Measured, raw_bytes_per_token, readable, room_said, stage_totals
+from infra.extraction_config import resolve_layer_ids, states_meta
+from infra.extraction_pool import EnginePool, ShardQueue
+from infra.manifest import Shard, ShardRecord
+from infra.schemas import STATUS_FAILED
+from infra.state_checks import StateChecks, open_head
+from infra.state_verdict import refuse_bad_states
+from infra.verifier import Verifier, resolve_shape
+from tasks.extract import extract_shard, extracting, staging_of
 from tasks.progress import StageProgress
 from tasks.verifier import materialize_verifier
 
-# While one shard is in the engine, the last one is encoded and written.
-SHARDS_AT_ONCE = 2
+logger = logging.getLogger("draftsmith.extraction")
 
 
 @flow(name="extract", flow_run_name="extract {config.root}")
@@ -40,29 +41,106 @@ def plan_shards(stages: Stages) -> list[Shard]:
     return [Shard(shard.shard, (f"responses/{shard.shard}",)) for shard in planned]
 
 
-async def make_hidden_states(work: StageWork) -> None:
-    if work.state.missing:
-        await extract_missing(work)
+async def make_hidden_states(work: StageWork) -> Mapping[str, Any]:
+    peak_staging_bytes = await extract_missing(work) if work.state.missing else 0
     records = (await inspect(work.stage)).records.values()
-    refuse_failed_rows(work.stage, records, work.config.extract.max_failed_share)
+    config = work.config.extract
+    refuse_bad_states(work.stage, records, config.max_failed_share, config.checks)
+    shape = await asyncio.to_thread(resolve_shape, work.config.verifier)
+    layer_ids = resolve_layer_ids(config, shape)
+    return stage_totals(records, await work.inputs(), config.encoding, layer_ids, peak_staging_bytes)
 
 
-async def extract_missing(work: StageWork) -> None:
-    config, stage = work.config, work.stage
+async def extract_missing(work: StageWork) -> int:
+    """Extract every missing shard. Returns the most bytes that were staged at one time."""
+    config, stage, state = work.config, work.stage, work.state
     verifier = await materialize_verifier(config.verifier)
-    inputs = await work.inputs()
-
-    async def attempt() -> None:
-        state = await inspect(stage)
+    making = await asyncio.to_thread(Making, work, verifier, await work.inputs())
+    # What a shard takes is measured once, before the others are begun; an earlier run may have done so.
+    queue = ShardQueue(state.missing, first_alone=not making.budget_said)
+    async with (
+        staging_of(stage, config.extract) as staging,
+        StageProgress("hidden_states", len(state.plan), len(state.records)) as making.progress,
+    ):
         trusted = config.verifier.trust_remote_code
-        async with (
-            extracting(stage, config.extract, config.vllm, verifier, trust_remote_code=trusted) as engine,
-            StageProgress("hidden_states", len(state.plan), len(state.records)) as progress,
-        ):
-            jobs = (
-                partial(extract_shard, stage, shard, own_inputs(shard, inputs), engine, progress)
-                for shard in state.missing
-            )
-            await run_all(jobs, at_once=SHARDS_AT_ONCE)
+        launches = [
+            partial(extracting, stage, number, config.extract, vllm, verifier, staging, trust_remote_code=trusted)
+            for number, vllm in enumerate(engine_configs(config.extract, config.vllm))
+        ]
+        await EnginePool(launches, making.shard, queue).make_all()
+    return staging.peak_bytes
 
-    await with_restarts(attempt, "The extraction engine")
+
+class Making:
+    """What the shards of one run of the stage share.
+
+    Raises:
+        InputError: layer ids or checks do not fit the verifier.
+        StageFailed: by what an earlier run has left: the root cannot hold the rest, or too many rows have failed.
+    """
+
+    def __init__(self, work: StageWork, verifier: Verifier, inputs: Mapping[str, ShardRecord]) -> None:
+        self.progress: StageProgress
+        self.budget_said = False
+        self._config, self._stage, self._plan = work.config.extract, work.stage, work.state.plan
+        self._inputs = inputs
+        self._num_rows = sum(inputs[name].rows for shard in self._plan for name in shard.inputs)
+        self._records = dict(work.state.records)
+        self._num_failed = sum(map(num_failed, self._records.values()))
+        meta = states_meta(self._config, verifier)
+        self._checks = StateChecks(self._config.checks, meta, open_head(self._config.checks, verifier))
+        self._checks.learn(record.extra for record in self._records.values())
+        self._refuse_failing()
+        self._say_budget()
+        if not self.budget_said:
+            longest = work.config.vllm.max_model_len or work.config.generate.max_tokens
+            self._warn_of_bound(longest * raw_bytes_per_token(len(meta.layer_ids), meta.hidden_size))
+
+    async def shard(self, engine: ExtractionEngine, shard: Shard) -> None:
+        """Make one.
+
+        Raises:
+            StageFailed: the root cannot hold the others, or too many rows have failed already.
+        """
+        inputs = own_inputs(shard, self._inputs)
+        record = await extract_shard(self._stage, shard, inputs, engine, self._checks)
+        self._records[shard.shard] = record
+        self._num_failed += num_failed(record)
+        self.progress.advance()
+        self._refuse_failing()
+        if not self.budget_said:
+            self._say_budget()
+
+    def _refuse_failing(self) -> None:
+        """Raise StageFailed as soon as more rows have failed than may of the whole stage."""
+        if self._num_failed > self._config.max_failed_share * self._num_rows:
+            records = self._records.values()
+            refuse_bad_states(self._stage, records, self._config.max_failed_share, self._config.checks)
+
+    def _say_budget(self) -> None:
+        """Log what the stage takes, once that can be told. Raises StageFailed where the root cannot hold it."""
+        measured = Measured.of(self._records.values(), self._inputs)
+        left = [
+            self._inputs[name] for shard in self._plan if shard.shard not in self._records for name in shard.inputs
+        ]
+        if measured is None or not left:
+            return
+        budget = Budget.of(measured, left, self._config, storage.free_bytes(self._stage.root))
+        budget.require_room(self._stage)
+        logger.info("%s/%s: %s.", self._stage.stage, self._stage.key, budget)
+        self.budget_said = True
+
+    def _warn_of_bound(self, longest_bytes: int) -> None:
+        """Warn when the root could not hold the stage if every response were as long as may be."""
+        longest_bytes *= self._num_rows
+        room_bytes = storage.free_bytes(self._stage.root)
+        if room_bytes is not None and longest_bytes > room_bytes:
+            logger.warning(
+                "%s may not hold the hidden states: up to %s if all %d responses were as long as may be, and %s. "
+                "The first shard will tell.",
+                *(self._stage.root, readable(longest_bytes), self._num_rows, room_said(room_bytes)),
+            )
+
+
+def num_failed(record: ShardRecord) -> int:
+    return record.status_counts.get(STATUS_FAILED, 0)

@@ -8,13 +8,13 @@ from typing import Any
 from flows.config import PipelineConfig
 from flows.generate import planned_salvage
 from flows.resolve import resolve
-from infra import manifest
+from infra import manifest, storage
+from infra.extraction_budget import EXPECTED_RATIO, Budget, Measured, raw_bytes_per_token, readable, room_said
+from infra.extraction_config import resolve_layer_ids
 from infra.manifest import StageRef, StageState
 from infra.prompts import load_prompts
 from infra.schemas import STATUS_FAILED
-from infra.verifier import default_layer_ids, resolve_shape
-
-BF16_BYTES = 2
+from infra.verifier import resolve_shape
 
 
 def status(config: PipelineConfig) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def forecast(config: PipelineConfig) -> list[dict[str, Any]]:
     """For each stage: its key, whether it will be reused, continued or made, and what that costs at most."""
     stages = resolve(config)
     states = {name: manifest.inspect(stage) for name, stage in stages.items()}
-    costs = _costs(config, stages)
+    costs = _costs(config, stages, states)
     rows, stale = [], False
     for name, stage in stages.items():
         state = states[name]
@@ -57,11 +57,13 @@ def forecast(config: PipelineConfig) -> list[dict[str, Any]]:
 def _reuse_detail(state: StageState) -> str:
     assert state.manifest is not None
     totals = state.manifest["totals"]
-    return f"{len(state.plan)} shards, {totals['rows']} rows, {_size(totals['size_bytes'])}"
+    return f"{len(state.plan)} shards, {totals['rows']} rows, {readable(totals['size_bytes'])}"
 
 
-def _costs(config: PipelineConfig, stages: Mapping[str, StageRef]) -> dict[str, Callable[[], str]]:
-    """What each stage costs when made from nothing; upper bounds, from the config and the prompts alone."""
+def _costs(
+    config: PipelineConfig, stages: Mapping[str, StageRef], states: Mapping[str, StageState]
+) -> dict[str, Callable[[], str]]:
+    """What each stage costs: upper bounds from the config and the prompts alone, but for states already begun."""
     prompts = load_prompts(config.prompts)
     samples, heldout = len(prompts.train), len(prompts.heldout)
     salvage = planned_salvage(config, stages)
@@ -70,26 +72,29 @@ def _costs(config: PipelineConfig, stages: Mapping[str, StageRef]) -> dict[str, 
     longest = config.generate.max_tokens
     measured = sum(config.evaluate.num_prompts) * config.evaluate.rounds * len(config.evaluate.methods)
     steps = config.train.num_steps
+    hidden = stages["hidden_states"], states["hidden_states"]
     return {
         "prompts": lambda: f"{samples} train samples, {heldout} heldout prompts",
         "responses": lambda: f"{requests} requests, at most {requests * longest:,} new tokens{kept}",
-        "hidden_states": lambda: f"{samples} samples, {_state_bytes(config, samples * longest)}",
+        "hidden_states": lambda: f"{samples} samples, {_state_costs(config, *hidden, samples * longest)}",
         "vocab": lambda: f"{config.vocab.draft_vocab_size:,} token ids",
         "drafts": lambda: f"{steps:,} optimizer steps" if steps else f"{config.train.epochs:g} epochs",
         "evaluations": lambda: f"{measured} requests of at most {config.evaluate.max_tokens} tokens",
     }
 
 
-def _state_bytes(config: PipelineConfig, new_tokens: int) -> str:
+def _state_costs(config: PipelineConfig, stage: StageRef, state: StageState, new_tokens: int) -> str:
+    """As measured on the shards that are there; before, an upper bound."""
+    extract, room_bytes = config.extract, storage.free_bytes(config.root)
+    inputs = manifest.input_records(stage, state.plan)
+    if state.missing and (measured := Measured.of(state.records.values(), inputs)):
+        left = [inputs[name] for shard in state.missing for name in shard.inputs if name in inputs]
+        return str(Budget.of(measured, left, extract, room_bytes))
     shape = resolve_shape(config.verifier)
-    layers = config.extract.layer_ids or default_layer_ids(shape.num_hidden_layers)
-    per_token = len(layers) * shape.hidden_size * BF16_BYTES
-    return f"{per_token:,} bytes a token: at most {_size(per_token * new_tokens)} for the completions"
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if size_bytes < 1000:
-            return f"{size_bytes:.0f} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.1f} TB"
+    raw = raw_bytes_per_token(len(resolve_layer_ids(extract, shape)), shape.hidden_size)
+    stored = raw * EXPECTED_RATIO[extract.encoding]
+    packed = "" if extract.encoding == "bf16" else f", about {stored:,.0f} as {extract.encoding}"
+    return (
+        f"{raw:,} bytes a token{packed}: at most {readable(stored * new_tokens)} for the completions; "
+        f"{room_said(room_bytes)}"
+    )

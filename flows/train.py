@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from prefect import flow
 
 from flows.config import PipelineConfig
 from flows.stage import Stages, StageWork, Summary, run_stage
 from infra import manifest
-from infra.extraction import resolve_layer_ids
+from infra.extraction_config import resolve_layer_ids
 from infra.manifest import Shard
+from infra.verifier import Verifier
 from infra.vocab import FILE_NAME as VOCAB_FILE
 from tasks.export import EXPORTED_FILES, export_speculator
 from tasks.train import train_draft
@@ -33,8 +36,15 @@ async def make_draft(work: StageWork) -> None:
         return
     config, stage = work.config, work.stage
     verifier = await materialize_verifier(config.verifier)
-    layers = tuple(resolve_layer_ids(config.extract, verifier))
+    layers = await asyncio.to_thread(layers_of_states, work, verifier)
     inputs = await work.inputs()
     trusted = config.verifier.trust_remote_code
     await train_draft(stage, inputs, work.lease_epoch, config.train, verifier, layers, VOCAB_FILE, trusted)
     await export_speculator(stage, work.state.plan, inputs, config.train, verifier, layers, VOCAB_FILE, trusted)
+
+
+def layers_of_states(work: StageWork, verifier: Verifier) -> tuple[int, ...]:
+    """The layers whose states the draft is trained on, as their own manifest says; an old one does not."""
+    states = manifest.read_manifest(work.stages["hidden_states"].uri) or {}
+    stated = states.get("extraction", {}).get("layer_ids")
+    return tuple(stated or resolve_layer_ids(work.config.extract, verifier))

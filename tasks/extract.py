@@ -1,26 +1,24 @@
-"""One shard of hidden states: the verifier's own states over prompts and completions."""
+"""One shard of hidden states: the verifier's own states over prompts and completions; and the engines' lives."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
-
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from infra import manifest
-from infra.extraction import ExtractConfig, ExtractionEngine, build_shard, samples_of
+from infra.extraction import ExtractConfig, ExtractionEngine, StreamTimes, build_shard, samples_of
+from infra.extraction_budget import ENCODE_SECONDS, EXTRACT_SECONDS
 from infra.locations import log_file
 from infra.manifest import Shard, ShardRecord, StageRef
 from infra.processes import process_token
-from infra.schemas import STATUS_FAILED
+from infra.staging import Staging
+from infra.state_checks import StateChecks
 from infra.tables import read_input
 from infra.verifier import Verifier
 from infra.vllm_config import VllmConfig
 from tasks.policy import retried_task
-from tasks.progress import StageProgress
 
 
 @retried_task(name="extract-shard", run_name="extract {shard.shard}")
@@ -29,12 +27,10 @@ async def extract_shard(
     shard: Shard,
     inputs: Mapping[str, ShardRecord],
     engine: ExtractionEngine,
-    progress: StageProgress,
+    checks: StateChecks,
 ) -> ShardRecord:
     """Run the verifier over one shard of responses and commit the checked states, one row for each response."""
-    record = await asyncio.to_thread(_extract, stage, shard, inputs, engine)
-    progress.advance()
-    return record
+    return await asyncio.to_thread(_extract, stage, shard, inputs, engine, checks)
 
 
 def _extract(
@@ -42,9 +38,13 @@ def _extract(
     shard: Shard,
     inputs: Mapping[str, ShardRecord],
     engine: ExtractionEngine,
+    checks: StateChecks,
 ) -> ShardRecord:
     responses = read_input(stage, shard, inputs[shard.inputs[0]])
-    built = build_shard(responses, engine.stream(shard.shard, samples_of(responses)), engine.meta)
+    times, started = StreamTimes(), time.monotonic()
+    built = build_shard(responses, engine.stream(shard.shard, samples_of(responses), times), engine.meta, checks)
+    encode_seconds = time.monotonic() - started - times.waited_seconds
+    measured = {EXTRACT_SECONDS: round(times.engine_seconds, 3), ENCODE_SECONDS: round(encode_seconds, 3)}
     return manifest.commit_shard(
         stage,
         shard,
@@ -52,47 +52,83 @@ def _extract(
         rows=built.rows,
         status_counts=built.status_counts,
         inputs=inputs,
-        extra=count_tokens(built.data),
+        extra={**built.extra, **measured},
     )
 
 
-def count_tokens(shard: bytes) -> dict[str, int]:
-    """Tokens with hidden states, those under the loss_mask, and the longest sample; ids alone are read."""
-    table = pq.read_table(pa.BufferReader(shard), columns=["status", "loss_mask", "num_tokens"])
-    usable = table.filter(pc.not_equal(table["status"], STATUS_FAILED))
-    lengths = usable["num_tokens"].to_pylist()
-    trained = sum(sum(mask) for mask in usable["loss_mask"].to_pylist())
-    return {"num_tokens": sum(lengths), "num_loss_tokens": trained, "longest_tokens": max(lengths, default=0)}
+@contextlib.asynccontextmanager
+async def staging_of(stage: StageRef, config: ExtractConfig) -> AsyncIterator[Staging]:
+    """The staging that all engines of a stage share, empty at first; its folder is gone when the context ends."""
+    staging = config.staging(process_token(stage.uri, "staging"))
+    await asyncio.to_thread(staging.open)
+    try:
+        yield staging
+    finally:
+        await _in_any_case(staging.close)
 
 
 @contextlib.asynccontextmanager
 async def extracting(
-    stage: StageRef, config: ExtractConfig, vllm: VllmConfig, verifier: Verifier, *, trust_remote_code: bool
+    stage: StageRef,
+    number: int,
+    config: ExtractConfig,
+    vllm: VllmConfig,
+    verifier: Verifier,
+    staging: Staging,
+    *,
+    trust_remote_code: bool,
 ) -> AsyncIterator[ExtractionEngine]:
-    """An extraction engine for as long as the context lasts; it ends on any exit, cancellation too."""
-    engine = await start_engine(stage, config, vllm, verifier, trust_remote_code)
+    """An extraction engine for as long as the context lasts; it ends on any exit, cancellation too.
+
+    Args:
+        number: of the engine, from 0.
+        vllm: with the engine's own GPUs.
+    """
+    engine = await start_engine(stage, number, config, vllm, verifier, staging, trust_remote_code)
     try:
         yield engine
     finally:
-        await asyncio.shield(asyncio.to_thread(engine.stop))
+        await _in_any_case(engine.stop)
 
 
-@retried_task(name="start-extraction-engine", restarts=True)
+@retried_task(name="start-extraction-engine", run_name="start extraction engine {number}", restarts=True)
 async def start_engine(
-    stage: StageRef, config: ExtractConfig, vllm: VllmConfig, verifier: Verifier, trust_remote_code: bool
+    stage: StageRef,
+    number: int,
+    config: ExtractConfig,
+    vllm: VllmConfig,
+    verifier: Verifier,
+    staging: Staging,
+    trust_remote_code: bool,
 ) -> ExtractionEngine:
     """Load the verifier once for many shards. Whoever starts an engine stops it (`extracting`)."""
+    name = f"engine-{number}"
     engine = ExtractionEngine(
         config,
         vllm,
         verifier,
-        log_path=log_file(stage.stage, stage.key, "engine"),
-        token=process_token(stage.uri, "engine"),
+        log_path=log_file(stage.stage, stage.key, name),
+        token=process_token(stage.uri, name),
         trust_remote_code=trust_remote_code,
+        staging=staging,
     )
     try:
         return await asyncio.to_thread(engine.__enter__)
     except asyncio.CancelledError:
         # The thread goes on loading, and keeps this process from ending, until the engine has gone.
-        await asyncio.shield(asyncio.to_thread(engine.stop))
+        await _in_any_case(engine.stop)
         raise
+
+
+async def _in_any_case(end: Callable[[], None]) -> None:
+    """Wait for `end` in a thread, however often this is cancelled meanwhile."""
+    ending = asyncio.create_task(asyncio.to_thread(end))
+    cancelled: asyncio.CancelledError | None = None
+    while not ending.done():
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    ending.result()
+    if cancelled is not None:
+        raise cancelled

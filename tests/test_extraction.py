@@ -23,6 +23,7 @@ from infra.extraction import (
     ExtractConfig,
     ExtractionEngine,
     ExtractSample,
+    StreamTimes,
     build_shard,
     resolve_layer_ids,
     samples_of,
@@ -31,6 +32,7 @@ from infra.hidden_states import decode
 from infra.processes import living
 from infra.schemas import RESPONSES
 from infra.staging import Staging
+from infra.state_checks import ChecksConfig, StateChecks
 from infra.verifier import Verifier
 from infra.vllm_config import VllmConfig
 from tests.fakes.extract_worker import HIDDEN_SIZE, value
@@ -126,6 +128,8 @@ def test_what_changes_the_states_enters_the_key_and_nothing_else() -> None:
         == {}
     )
     assert ExtractConfig(layer_ids=[1, 30]).content() == {"layer_ids": [1, 30]}
+    assert ExtractConfig(checks=ChecksConfig(stage_margin_nats=9)).content() == {}
+    assert ExtractConfig(checks=ChecksConfig(positions=8)).content() == {"checks": {"positions": 8}}
 
 
 @pytest.mark.parametrize("staging_gib", [gib(2 * FILE), gib(5 * FILE), None])
@@ -326,6 +330,10 @@ def test_what_a_killed_run_leaves_is_ended_and_deleted(token: str, tmp_path: Pat
         assert running.extract("00000", [sample("b")])[0].error is None
 
 
+def unjudged(running: ExtractionEngine) -> StateChecks:
+    return StateChecks(ChecksConfig(), running.meta, None)
+
+
 def response(name: str, status: str = "ok", error: str | None = None) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(RESPONSES.names)
     ids = [] if status == "failed" else list(sample(name).input_ids)
@@ -349,8 +357,13 @@ def test_every_response_gives_exactly_one_row(token: str, tmp_path: Path, caplog
     )
     assert [asked.sample_id for asked in samples_of(table)] == ["a", "nan-1", "c"]
     with engine(token, tmp_path) as running:
-        data, rows, counts = build_shard(table, running.stream("00007", samples_of(table)), running.meta)
+        times = StreamTimes()
+        results = running.stream("00007", samples_of(table), times)
+        data, rows, counts, extra = build_shard(table, results, running.meta, unjudged(running))
     assert (rows, counts) == (5, {"ok": 1, "truncated": 1, "failed": 3})
+    assert extra["num_tokens"] == 20
+    assert times.engine_seconds == pytest.approx(0.1), "as the fake worker says"
+    assert times.waited_seconds > 0
     written = pa.parquet.read_table(pa.BufferReader(data)).to_pylist()
     assert [row["sample_id"] for row in written] == ["a", "b", "nan-1", "c", "d"]
     assert [row["status"] for row in written] == ["ok", "failed", "failed", "truncated", "failed"]
@@ -373,7 +386,8 @@ def test_a_sample_too_large_to_store_is_a_failed_row(
     monkeypatch.setattr(extraction_rows, "payload_problem", lambda num_tokens, meta: "too large")
     table = responses(response("a"))
     with engine(token, tmp_path) as running:
-        data, _, counts = build_shard(table, running.stream("00000", samples_of(table)), running.meta)
+        results = running.stream("00000", samples_of(table))
+        data, _, counts, _ = build_shard(table, results, running.meta, unjudged(running))
     assert counts == {"failed": 1}
     assert list(decode(data)) == []
 
@@ -383,10 +397,10 @@ def test_results_of_other_responses_are_refused(token: str, tmp_path: Path) -> N
         results = running.extract("00000", [sample("a"), sample("b")])
         for wrong in (results[:1], list(reversed(results)), [*results, *results]):
             with pytest.raises(ValueError, match="result"):
-                build_shard(responses(response("a"), response("b")), wrong, running.meta)
+                build_shard(responses(response("a"), response("b")), wrong, running.meta, unjudged(running))
         # A shard that cannot be built gives its requests up, and the engine goes on.
         stream = running.stream("00001", [sample("x"), sample("y"), sample("z")])
         with pytest.raises(ValueError, match="no result for a"):
-            build_shard(responses(response("a")), stream, running.meta)
+            build_shard(responses(response("a")), stream, running.meta, unjudged(running))
         assert running.extract("00002", [sample("c")])[0].error is None
         assert staged(token) == []
