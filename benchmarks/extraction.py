@@ -1,0 +1,214 @@
+"""How fast hidden states get from a verifier into committed shards, how many bytes they take, beside others.
+
+    .venv/bin/python benchmarks/extraction.py [--peer speculators|vllm] [--samples N] [--rounds N]
+
+The same conversations (questions strung together, 64 to 448 tokens) in interleaved rounds whose order turns; the
+encoding of ours changes from round to round. Ours is what the stage does: `ExtractionEngine`, two shards at a time
+checked and encoded as Parquet, and committed to a folder. The peer is one of:
+
+- `speculators`: `speculators generate-offline-data` with its defaults (32 requests in flight, raw states, a file a
+  sample, no checks) against a vLLM server with our connector, since vLLM's own writes empty files on CPU.
+- `vllm`: bare `vllm.LLM.generate` with vLLM's own connector, until its files are there. On CPU with our connector.
+
+Both sides have their engine loaded from the start, and each is measured from its first request to its last file:
+loading, imports and start-up are in none. A ratio is the median of the rounds' ratios. The on-policy check is made,
+with margins so wide that text which is not the verifier's own passes. Bytes are those of the files. Decoding is of
+one core and of `bf16_split` in the last line, in 10^6 bytes of bf16 states; the files are in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+from extraction_peers import HOME, PEERS, Bench, Measure, Pass
+from transformers import AutoTokenizer
+
+from infra import manifest
+from infra.extraction import ExtractConfig, ExtractionEngine, build_shard, samples_of
+from infra.hidden_states import ENCODINGS, decode
+from infra.manifest import Shard, StageRef
+from infra.processes import process_token
+from infra.schemas import RESPONSES, STATUS_OK
+from infra.state_checks import ChecksConfig, StateChecks, open_head
+from infra.verifier import Verifier, VerifierConfig, materialize
+from infra.vllm_config import VllmConfig
+
+SHARDS_AT_ONCE = 2  # as in flows/extract.py
+SHORTEST_TOKENS, LONGEST_TOKENS = 64, 448
+MAX_MODEL_LEN = 1024
+DECODE_REPEATS = 3
+ANY_TEXT = ChecksConfig(margin_nats=1000.0, margin_top1=0.999)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--peer", choices=PEERS, default="speculators")
+    parser.add_argument("--samples", type=int, default=160)
+    parser.add_argument("--rounds", type=int, default=len(ENCODINGS))
+    parser.add_argument("--shard-size", type=int, default=32)
+    parser.add_argument("--staging-mib", type=float, default=128.0, help="bound of our staging folder")
+    parser.add_argument("--model", default=VerifierConfig().model, help="as verifier.model")
+    parser.add_argument("--python", help="as vllm.python")
+    parser.add_argument("--keep", type=Path, help="folder to leave what speculators wrote in")
+    options = parser.parse_args()
+    asyncio.run(run(options))
+
+
+async def run(options: argparse.Namespace) -> None:
+    verifier = await asyncio.to_thread(materialize, VerifierConfig(model=options.model))
+    with tempfile.TemporaryDirectory(prefix="draftsmith-benchmark-") as name:
+        shards = await asyncio.to_thread(make_shards, verifier, options.samples, options.shard_size)
+        bench = Bench(Path(name), verifier, vllm_config(options.python), shards, options.keep)
+        print(f"{len(bench.input_ids)} conversations, {bench.num_tokens} tokens, load {os.getloadavg()[0]:.1f}")
+        async with our_engine(bench, options.staging_mib) as engine, PEERS[options.peer](bench) as peer:
+            ours, theirs = await rounds(bench, engine, peer, options)
+        report(bench, engine, options.peer, ours, theirs)
+
+
+def vllm_config(python: str | None) -> VllmConfig:
+    """One for a GPU that two engines share, or for a small CPU."""
+    cuda = torch.cuda.is_available()
+    environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    return VllmConfig(
+        python=python,
+        environment=environment if cuda else environment | {"VLLM_CPU_KVCACHE_SPACE": "2"},
+        max_model_len=MAX_MODEL_LEN,
+        gpu_memory_utilization=0.3,
+        enforce_eager=not cuda,
+    )
+
+
+def make_shards(verifier: Verifier, count: int, shard_size: int) -> list[pa.Table]:
+    """Shards of responses, short and long ones mixed; the second half of each counts as the completion."""
+    lines = (HOME / "deployments/prompts/general.jsonl").read_text(encoding="utf-8").splitlines()
+    questions = [json.loads(line)["prompt"] for line in lines]
+    tokenizer = AutoTokenizer.from_pretrained(verifier.path)
+    rows = []
+    for index in range(count):
+        first = index % len(questions)
+        ids = tokenizer(" ".join(questions[first:] + questions[:first]))["input_ids"]
+        ids = ids[: SHORTEST_TOKENS + 29 * index % (LONGEST_TOKENS - SHORTEST_TOKENS)]
+        mask = [position >= len(ids) // 2 for position in range(len(ids))]
+        row = {"sample_id": f"{index:05d}", "status": STATUS_OK, "input_ids": ids, "loss_mask": mask}
+        rows.append({**row, "temperature": 1.0})
+    cuts = range(0, count, shard_size)
+    return [pa.Table.from_pylist(rows[start : start + shard_size], schema=RESPONSES) for start in cuts]
+
+
+async def rounds(
+    bench: Bench, engine: ExtractionEngine, peer: Measure, options: argparse.Namespace
+) -> tuple[list[tuple[str, Pass]], list[Pass]]:
+    """Passes of ours, each with its encoding, and of the peer, round by round."""
+    ours, theirs = [], []
+    checks = StateChecks(ANY_TEXT, engine.meta, open_head(ANY_TEXT, bench.verifier))
+    for turn in range(options.rounds):
+        encoding = list(ENCODINGS)[turn % len(ENCODINGS)]
+
+        async def mine(encoding: str = encoding) -> None:
+            ours.append((encoding, await asyncio.to_thread(our_pass, bench, engine, checks, encoding)))
+
+        async def other() -> None:
+            theirs.append(await peer())
+
+        for measure in (mine, other)[:: -1 if turn % 2 else 1]:
+            await asyncio.sleep(2.0)  # until the other engine's threads have stopped spinning
+            await measure()
+        mine_rate, their_rate = (bench.num_tokens / found.seconds for found in (ours[-1][1], theirs[-1]))
+        print(f"round {turn + 1}: {encoding} {mine_rate:.0f}, {options.peer} {their_rate:.0f} tokens/s", flush=True)
+    return ours, theirs
+
+
+@contextlib.asynccontextmanager
+async def our_engine(bench: Bench, staging_mib: float) -> AsyncIterator[ExtractionEngine]:
+    """Our engine, loaded."""
+    engine = ExtractionEngine(
+        ExtractConfig(staging_gib=staging_mib / 1024),
+        bench.vllm,
+        bench.verifier,
+        log_path=bench.folder / "engine.log",
+        token=process_token("benchmark", str(bench.folder), "ours"),
+    )
+    try:
+        yield await asyncio.to_thread(engine.__enter__)
+    finally:
+        await asyncio.to_thread(engine.stop)
+
+
+def our_pass(bench: Bench, engine: ExtractionEngine, checks: StateChecks, encoding: str) -> Pass:
+    """The stage's own work, into a folder that is left for one encoding at a time."""
+    root = bench.folder / encoding
+    shutil.rmtree(root, ignore_errors=True)
+    stage = StageRef(str(root), "hidden_states", {"encoding": encoding})
+    meta = dataclasses.replace(engine.meta, encoding=encoding)
+
+    def extract(numbered: tuple[int, pa.Table]) -> int:
+        number, responses = numbered
+        shard = Shard(f"{number:05d}")
+        built = build_shard(responses, engine.stream(shard.shard, samples_of(responses)), meta, checks)
+        assert built.status_counts == {STATUS_OK: len(responses)}, built.status_counts
+        counts = built.status_counts
+        record = manifest.commit_shard(
+            stage, shard, built.data, rows=built.rows, status_counts=counts, inputs={}, extra=built.extra
+        )
+        return record.size_bytes
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
+        size_bytes = sum(pool.map(extract, enumerate(bench.shards)))
+    return Pass(time.perf_counter() - began, size_bytes)
+
+
+def report(
+    bench: Bench, engine: ExtractionEngine, peer: str, ours: list[tuple[str, Pass]], theirs: list[Pass]
+) -> None:
+    stored = {encoding: found.file_bytes for encoding, found in ours}
+    their_bytes = theirs[-1].file_bytes
+    rates: dict[str, float] = {}
+    for encoding, file_bytes in stored.items():
+        rates[encoding] = decode_rate(bench, encoding)
+        passes = [bench.num_tokens / found.seconds for name, found in ours if name == encoding]
+        print(
+            f"{encoding}: {statistics.median(passes):.0f} tokens/s, {file_bytes / 1e6:.1f} MB "
+            f"({file_bytes / their_bytes:.3f} of {peer}'s {their_bytes / 1e6:.1f}), "
+            f"decoded at {rates[encoding]:.0f} MB/s a core"
+        )
+    staging = engine.staging
+    print(f"staging: {staging.peak_bytes / 1e6:.1f} MB at most, of {staging.limit_bytes / 1e6:.1f} allowed")
+    ratio = statistics.median(other.seconds / mine.seconds for (_, mine), other in zip(ours, theirs, strict=True))
+    split, fp8 = (stored.get(name, float("nan")) / their_bytes for name in ("bf16_split", "fp8_e4m3"))
+    print(
+        f"ratio_vs_{peer}={ratio:.3f} bytes_ratio_bf16_split={split:.3f} bytes_ratio_fp8={fp8:.3f} "
+        f"decode_mb_per_s={rates.get('bf16_split', float('nan')):.0f} "
+        f"peak_staging_mb={staging.peak_bytes / 1e6:.1f}"
+    )
+
+
+def decode_rate(bench: Bench, encoding: str) -> float:
+    """MB of bf16 states a second that one thread decodes from the committed files."""
+    files = [path.read_bytes() for path in sorted((bench.folder / encoding).rglob("*.parquet"))]
+    torch.set_num_threads(1)
+    seconds = []
+    for _ in range(DECODE_REPEATS):
+        began = time.perf_counter()
+        tokens = sum(len(sample.input_ids) for file in files for sample in decode(file))
+        seconds.append(time.perf_counter() - began)
+        assert tokens == bench.num_tokens
+    return bench.state_bytes / 1e6 / statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    main()
