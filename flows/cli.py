@@ -1,4 +1,4 @@
-"""`draftsmith run · plan · status · verify · gc · automations`.
+"""`draftsmith run · plan · status · verify · export-states · gc · automations`.
 
 Exit codes: 0 done, 1 the run failed, 2 the input is wrong (one clear line, no traceback).
 """
@@ -65,11 +65,12 @@ def _config(options: argparse.Namespace) -> PipelineConfig:
 
 def _run(options: argparse.Namespace) -> int:
     from flows.embedded_prefect import prefect_api
+    from flows.interchange import refuse_unfit_import
     from flows.resolve import resolve
     from infra.storage import check_root
 
     config = _config(options)
-    resolve(config)  # wrong input ends here, before anything is started
+    refuse_unfit_import(config, resolve(config))  # wrong input ends here, before anything is started
     check_root(config.root)
     with prefect_api():
         from prefect.exceptions import TerminationSignal
@@ -112,8 +113,12 @@ def _headline(outcome: dict[str, Any]) -> str:
 
 def _plan(options: argparse.Namespace) -> int:
     from flows.forecast import forecast
+    from flows.interchange import refuse_unfit_import
+    from flows.resolve import resolve
 
-    stages = forecast(_config(options))
+    config = _config(options)
+    refuse_unfit_import(config, resolve(config))
+    stages = forecast(config)
     if options.json:
         print(json.dumps({"stages": stages}))
         return EXIT_DONE
@@ -159,6 +164,13 @@ def _verify(options: argparse.Namespace) -> int:
     return EXIT_FAILED if problems else EXIT_DONE
 
 
+def _export_states(options: argparse.Namespace) -> int:
+    from flows.interchange import export
+
+    export(_config(options), options)
+    return EXIT_DONE
+
+
 def _gc(options: argparse.Namespace) -> int:
     from flows.gc import collect_garbage
 
@@ -194,7 +206,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--until", choices=STAGES, default=STAGES[-1], metavar="STAGE", help="the last stage to make")
     plan = add("plan", _plan, "say what a run would do, reuse and cost; starts nothing")
     status = add("status", _status, "show each stage's shards: done, missing, failed rows")
-    for sub in (run, plan, status):
+    export = add(
+        "export-states", _export_states, "write the hidden states as a data folder that speculators trains on"
+    )
+    for sub in (run, plan, status, export):
         sub.add_argument("config", help="YAML file, such as deployments/smoke.yaml")
         sub.add_argument(
             "--set",
@@ -203,6 +218,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="A.B=VALUE",
             help="override one field; may be given several times",
         )
+    export.add_argument("folder", metavar="FOLDER", help="a new folder on this machine")
     add("automations", _automations, "install what puts a deployment's run back after its node has died")
     verify = add("verify", _verify, "reread every shard and compare it with its record")
     verify.add_argument("uri", help="an artifact root, or one stage's folder below it")

@@ -18,6 +18,7 @@ from infra.evaluation import EvaluateConfig
 from infra.extraction import ExtractConfig
 from infra.gpu_sets import check_set_sizes
 from infra.inference import GenerateConfig
+from infra.interchange_import import ImportConfig
 from infra.prompts import PromptsConfig
 from infra.training.config import TrainConfig
 from infra.verifier import VerifierConfig
@@ -42,6 +43,8 @@ class PipelineConfig(Config):
     """How the verifier answers the prompts."""
     extract: ExtractConfig = ExtractConfig()
     """Which hidden states are taken, and how they are stored."""
+    import_states: ImportConfig | None = None
+    """Responses and their hidden states out of a speculators data folder, in place of generation and extraction."""
     vocab: VocabConfig = VocabConfig()
     """The draft's vocabulary."""
     train: TrainConfig = TrainConfig()
@@ -59,6 +62,19 @@ class PipelineConfig(Config):
         if separator and (scheme not in ("file", "s3") or not rest.strip("/")):
             raise ValueError(f"{root!r} is neither a folder nor of the form s3://bucket/prefix")
         return root
+
+    @model_validator(mode="after")
+    def _import_is_clear(self) -> Self:
+        if self.import_states is None:
+            return self
+        if self.generate.redo_from is not None:
+            raise ValueError("generate.redo_from: cannot be given together with import_states; leave out the one")
+        if self.import_states.temperature is None and self.extract.checks.on_policy == "required":
+            raise ValueError(
+                "import_states.temperature: must be given where extract.checks.on_policy is `required`: text is "
+                "judged by how it was sampled"
+            )
+        return self
 
     @model_validator(mode="after")
     def _answers_fit(self) -> Self:

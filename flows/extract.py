@@ -11,6 +11,7 @@ from typing import Any
 from prefect import flow
 
 from flows.config import PipelineConfig
+from flows.interchange import make_imported_states
 from flows.stage import Stages, StageWork, Summary, inspect, own_inputs, run_stage
 from infra import manifest, storage
 from infra.extraction import ExtractionEngine, engine_configs
@@ -32,7 +33,8 @@ logger = logging.getLogger("draftsmith.extraction")
 @flow(name="extract", flow_run_name="extract {config.root}")
 async def extract(config: PipelineConfig) -> Summary:
     """Extract hidden states for every response. Reads `responses`, writes `hidden_states`."""
-    return await run_stage(config, "hidden_states", plan_shards, make_hidden_states)
+    make = make_hidden_states if config.import_states is None else make_imported_states
+    return await run_stage(config, "hidden_states", plan_shards, make)
 
 
 def plan_shards(stages: Stages) -> list[Shard]:

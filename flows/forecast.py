@@ -7,6 +7,7 @@ from typing import Any
 
 from flows.config import PipelineConfig
 from flows.generate import planned_salvage
+from flows.interchange import import_costs
 from flows.resolve import resolve
 from infra import manifest, storage
 from infra.extraction_budget import EXPECTED_RATIO, Budget, Measured, raw_bytes_per_token, readable, room_said
@@ -80,6 +81,7 @@ def _costs(
         "vocab": lambda: f"{config.vocab.draft_vocab_size:,} token ids",
         "drafts": lambda: f"{steps:,} optimizer steps" if steps else f"{config.train.epochs:g} epochs",
         "evaluations": lambda: f"{measured} requests of at most {config.evaluate.max_tokens} tokens",
+        **import_costs(config),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from prefect import flow
 
 from flows.config import PipelineConfig
+from flows.interchange import make_imported_responses, plan_import
 from flows.stage import Stages, StageWork, Summary, inspect, own_inputs, refuse_failed_rows, run_all, run_stage
 from infra import manifest
 from infra.conversations import Rebuilder
@@ -36,6 +37,8 @@ logger = logging.getLogger("draftsmith.generate")
 @flow(name="generate", flow_run_name="generate {config.root}")
 async def generate(config: PipelineConfig) -> Summary:
     """Answer every train prompt by itself. Reads `prompts`, writes `responses`."""
+    if config.import_states is not None:
+        return await run_stage(config, "responses", partial(plan_import, config), make_imported_responses)
     return await run_stage(config, "responses", plan_shards, make_responses)
 
 

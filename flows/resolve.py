@@ -10,6 +10,7 @@ from typing import Any
 
 from flows.config import PipelineConfig
 from infra.fingerprint import stage_content
+from infra.interchange_import import IMPORTED, SECTION, import_revision
 from infra.manifest import StageRef
 from infra.prompts import dataset_revisions
 from infra.provenance import hardware_name
@@ -38,9 +39,13 @@ def resolve(config: PipelineConfig) -> dict[str, StageRef]:
     if config.prompts.counts_tokens:  # under a name that no data set can have
         revisions["verifier/tokenizer"] = verifier["verifier"]
     add("prompts", config.prompts.content(), revisions, ())
-    add("responses", {**config.generate.content(), **engine}, verifier, ("prompts",))
-    stages["responses"] = salvaging(stages["responses"], config.generate)
-    add("hidden_states", {**config.extract.content(), **engine}, verifier, ("responses",))
+    if (imported := config.import_states) is None:
+        add("responses", {**config.generate.content(), **engine}, verifier, ("prompts",))
+        stages["responses"] = salvaging(stages["responses"], config.generate)
+        add("hidden_states", {**config.extract.content(), **engine}, verifier, ("responses",))
+    else:
+        add("responses", {SECTION: imported.content()}, {**verifier, IMPORTED: import_revision(imported)}, ())
+        add("hidden_states", config.extract.content(), verifier, ("responses",))
     add("vocab", config.vocab.content(), verifier, ("responses",))
     add("drafts", config.train.content(), verifier, ("hidden_states", "vocab"))
     measured_with = {
