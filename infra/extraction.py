@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -185,6 +186,8 @@ class ExtractionEngine:
             InputError: a sample has more states than the staging may ever hold.
             InfrastructureError: the staging disk has no room for the states.
         """
+        if not torch.cuda.is_available():
+            torch.set_num_threads(1)  # of the thread that checks and encodes: the engine computes on these cores
         waiting = deque(self._requests(samples))
         sent: deque[tuple[int, list[ExtractSample]]] = deque()
         held: deque[int] = deque()  # bytes of the results that the reader may still have: files gone, pages mapped

@@ -34,7 +34,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -43,13 +43,17 @@ from torch import Tensor
 from infra.config import CONTENT, Config
 from infra.verifier_head import VerifierHead
 
-# Positions whose logits are in memory at once: 21 MB of float32 for a vocabulary of 163,840.
-_CHUNK_POSITIONS = 32
-# Exponents `a` of the module's docstring: the small ones find a small shortfall of many positions.
-_FLATTENINGS = (0.05, 0.2, 0.5)
+# Positions whose logits are in memory at once: 42 MB of float32 for a vocabulary of 163,840, and twice that
+# beside it.
+_CHUNK_POSITIONS = 64
+# What a sound sample is judged by.
+_FIRST_POSITIONS = 8
+# Exponents `a` of the module's docstring: about shortfall / variance tells most.
+_FLATTENINGS = (0.25, 0.5)
+_COLUMNS = 6 + len(_FLATTENINGS)
 # Lower temperatures, 0 too, are judged as this one: divided by less, the rounding of a logit (bf16 logits of 16 to
-# 32 are 0.125 apart) would count as a shortfall.
-LOWEST_TEMPERATURE = 0.1
+# 32 are 0.125 apart, quantized kernels differ more) would count as a shortfall.
+LOWEST_TEMPERATURE = 0.2
 # However sure the verifier is of its text, this share of its first choices is another's after rounding.
 _MOST_EXPECTED = 0.98
 
@@ -61,7 +65,8 @@ class OnPolicyConfig(Config):
     """Whether the verifier's own head must predict the completions. `auto`: unless its checkpoint is of a layout
     that is not known (a quantized head), which is warned of; `required`: such a checkpoint is refused."""
     positions: Annotated[int, CONTENT, Field(ge=4)] = 32
-    """Positions of a sample that are judged, drawn by its id; one costs 2 * hidden size * vocabulary operations."""
+    """Positions of a sample that are judged, drawn by its id, where its first eight leave a doubt; one costs
+    2 * hidden size * vocabulary operations."""
     margin_nats: Annotated[float, CONTENT, Field(gt=0)] = 0.5
     """Least shortfall of the mean log-probability that is refused. Raise it for responses that were sampled with a
     repetition, presence or frequency penalty."""
@@ -106,6 +111,12 @@ class OnPolicy:
             tuple(mine + others for mine, others in zip(self.ratios, other.ratios, strict=True)),
         )
 
+    @classmethod
+    def of(cls, columns: Sequence[float]) -> OnPolicy:
+        """Of its attributes in their order, the ratios last."""
+        positions, top1, expected_top1, logprob, expected_logprob, variance, *ratios = columns
+        return cls(positions, top1, expected_top1, logprob, expected_logprob, variance, tuple(ratios))
+
     @property
     def shortfall(self) -> float:
         """Nats a position by which the tokens are less likely than the verifier's own would be."""
@@ -131,31 +142,82 @@ class OnPolicy:
         return cls(count, *(count * mean for mean in means))
 
 
-def measure(
-    head: VerifierHead,
-    last_states: Tensor,
-    input_ids: Sequence[int],
-    loss_mask: Sequence[bool],
-    temperature: float,
-    seed: str,
-    config: OnPolicyConfig,
-) -> OnPolicy:
-    """What the verifier's head says of the tokens under the loss_mask, at up to `config.positions` of them.
+class Excerpt(NamedTuple):
+    """What is judged of one sample.
 
     Args:
-        last_states: [tokens, hidden], before the final norm.
-        temperature: that the tokens were sampled at.
-        seed: chooses the positions: the sample's id.
+        states: [positions, hidden] before the final norm, in an order that is random itself: the first few are a
+            sample of all.
+        tokens: [positions], each the one that follows.
+        temperature: that they were sampled at.
     """
-    written = [position for position in range(1, len(input_ids)) if loss_mask[position]]
-    chosen = sorted(random.Random(seed).sample(written, min(len(written), config.positions)))
-    total = OnPolicy()
-    for start in range(0, len(chosen), _CHUNK_POSITIONS):
-        positions = torch.tensor(chosen[start : start + _CHUNK_POSITIONS])
-        tokens = torch.tensor([input_ids[position] for position in positions.tolist()])
-        logits = head.logits(last_states[positions - 1])  # [positions, vocab]
-        total += _measured(logits, tokens, max(temperature, LOWEST_TEMPERATURE))
-    return total
+
+    states: Tensor
+    tokens: Tensor
+    temperature: float
+
+    @classmethod
+    def of(
+        cls,
+        last_states: Tensor,
+        input_ids: Sequence[int],
+        loss_mask: Sequence[bool],
+        temperature: float,
+        seed: str,
+        config: OnPolicyConfig,
+    ) -> Excerpt:
+        """Up to `config.positions` of a sample's tokens under the loss_mask.
+
+        Args:
+            last_states: [tokens, hidden].
+            seed: chooses the positions: the sample's id.
+        """
+        written = [position for position in range(1, len(input_ids)) if loss_mask[position]]
+        chosen = random.Random(seed).sample(written, min(len(written), config.positions))
+        tokens = torch.tensor([input_ids[position] for position in chosen], dtype=torch.long)
+        before = torch.tensor(chosen, dtype=torch.long) - 1
+        return cls(last_states[before], tokens, max(temperature, LOWEST_TEMPERATURE))
+
+    def first(self, count: int) -> Excerpt:
+        return Excerpt(self.states[:count], self.tokens[:count], self.temperature)
+
+
+def measure(head: VerifierHead, excerpts: Sequence[Excerpt], config: OnPolicyConfig) -> list[OnPolicy]:
+    """What the verifier's head says of each excerpt.
+
+    A sample that leaves no doubt at its first few positions is judged by them alone, any other by all.
+    Samples are measured together, since the head is read from memory once for all positions of a chunk.
+    """
+    found = _looks(head, [excerpt.first(_FIRST_POSITIONS) for excerpt in excerpts], evidence=False)
+    doubtful = [index for index, look in enumerate(found) if _doubtful(look, config)]
+    for index, look in zip(
+        doubtful, _looks(head, [excerpts[index] for index in doubtful], evidence=True), strict=True
+    ):
+        found[index] = look
+    return found
+
+
+def _looks(head: VerifierHead, excerpts: Sequence[Excerpt], *, evidence: bool) -> list[OnPolicy]:
+    """Sums over all positions of each; the ratios are left 0 where no evidence is asked for."""
+    if not any(len(excerpt.tokens) for excerpt in excerpts):
+        return [OnPolicy() for _ in excerpts]
+    states = torch.cat([excerpt.states for excerpt in excerpts])
+    tokens = torch.cat([excerpt.tokens for excerpt in excerpts])
+    counts = torch.tensor([len(excerpt.tokens) for excerpt in excerpts])
+    temperatures = torch.tensor([excerpt.temperature for excerpt in excerpts]).repeat_interleave(counts)
+    owners = torch.arange(len(excerpts)).repeat_interleave(counts)
+    sums = torch.zeros(len(excerpts), _COLUMNS, dtype=torch.float64)
+    for start in range(0, len(tokens), _CHUNK_POSITIONS):
+        chunk = slice(start, start + _CHUNK_POSITIONS)
+        measured = _measured(head.logits(states[chunk]), tokens[chunk], temperatures[chunk], evidence=evidence)
+        sums.index_add_(0, owners[chunk], measured)
+    return [OnPolicy.of(row) for row in sums.tolist()]
+
+
+def _doubtful(found: OnPolicy, config: OnPolicyConfig) -> bool:
+    """Whether all of a sample's positions must be looked at: half of what would be refused shows."""
+    missing_top1 = (found.expected_top1 - found.top1) / max(found.positions, 1.0)
+    return found.shortfall > config.margin_nats / 2 or missing_top1 > config.margin_top1 / 2
 
 
 def problem(found: OnPolicy, config: OnPolicyConfig) -> str | None:
@@ -192,24 +254,35 @@ def said(found: OnPolicy) -> str:
     )
 
 
-def _measured(logits: Tensor, tokens: Tensor, temperature: float) -> OnPolicy:
-    """What softmax(logits [positions, vocab] / temperature) says of tokens [positions]."""
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    own = logprobs.gather(1, tokens[:, None]).squeeze(1)
-    top = logprobs.amax(dim=-1)
-    probs = logprobs.exp()
-    mean = (probs * logprobs).sum(dim=-1)
-    variance = (probs * logprobs.square()).sum(dim=-1) - mean.square()
-    ratios = tuple(float((-a * own - ((1 - a) * logprobs).logsumexp(dim=-1)).sum()) for a in _FLATTENINGS)
-    return OnPolicy(
-        positions=float(len(tokens)),
-        top1=float((own >= top).sum()),
-        expected_top1=float(top.exp().sum()),
-        logprob=float(own.sum()),
-        expected_logprob=float(mean.sum()),
-        variance=float(variance.clamp(min=0).sum()),
-        ratios=ratios,
-    )
+def _measured(logits: Tensor, tokens: Tensor, temperatures: Tensor, *, evidence: bool) -> Tensor:
+    """What softmax(logits [positions, vocab] / temperatures [positions]) says of tokens [positions].
+
+    Over a large vocabulary each pass over the logits costs about as much as the head's own product. So there is one
+    exponential of each, in place, and only the evidence takes roots of it.
+
+    Effects: overwrites logits.
+    Returns: the columns of `OnPolicy.of`, [positions, columns] float64.
+    """
+    scaled = logits.div_(temperatures[:, None])
+    scaled -= scaled.amax(dim=-1, keepdim=True)
+    own = scaled.gather(1, tokens[:, None]).squeeze(1)
+    weights = scaled.exp()  # [positions, vocab], 1 for the first choice
+    total = weights.sum(dim=-1)
+    log_total = total.log()
+    logprob = own - log_total
+    ratios = [torch.zeros_like(own)] * len(_FLATTENINGS)
+    if evidence:
+        roots = weights.sqrt()
+        sums = (roots * roots.sqrt()).sum(dim=-1), roots.sum(dim=-1)  # of weights^(1 - a), for each flattening
+        ratios = [
+            -a * logprob - (flattened.log() - (1 - a) * log_total)
+            for a, flattened in zip(_FLATTENINGS, sums, strict=True)
+        ]
+    mean = weights.mul_(scaled).sum(dim=-1) / total  # of the logits less the largest, in expectation
+    variance = weights.mul_(scaled).sum(dim=-1) / total - mean.square()
+    first_choice = (own == 0).float()
+    columns = [torch.ones_like(own), first_choice, 1 / total, logprob, mean - log_total, variance.clamp(min=0)]
+    return torch.stack([*columns, *ratios], dim=1).double()
 
 
 def _ratio_evidence(found: OnPolicy) -> float:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +21,7 @@ from torch import Tensor
 from infra import on_policy, state_norms
 from infra.errors import InputError
 from infra.hidden_states import HiddenStatesMeta
-from infra.on_policy import OnPolicy, OnPolicyConfig
+from infra.on_policy import Excerpt, OnPolicy, OnPolicyConfig
 from infra.state_norms import Floats, LayerNorms, NormsCheck, NormsConfig
 from infra.verifier import Verifier
 from infra.verifier_head import UnknownHead, VerifierHead
@@ -82,60 +81,61 @@ class StateChecks:
         return ShardChecks(self)
 
 
-@dataclass(frozen=True)
-class _Passed:
-    norms: Floats | None
-    on_policy: OnPolicy
-
-
 class ShardChecks:
-    """Judges the samples of one shard, and keeps what its record says of those that passed."""
+    """Judges the samples of one shard, and keeps what its record says of those that passed.
+
+    The verifier's head is asked about all samples at once, when they are through: for each by itself it would have
+    to be read from memory each time. Until then a few states of each are kept.
+    """
 
     def __init__(self, stage: StateChecks) -> None:
         self._stage = stage
         self._known = stage.norms.known()
-        self._passed: dict[str, _Passed] = {}
+        self._norms: dict[str, Floats | None] = {}
+        self._excerpts: dict[str, Excerpt] = {}
+        self._on_policy = OnPolicy()
 
     def problem(self, response: Mapping[str, Any], states: Tensor) -> str | None:
-        """Why a sample is refused, beginning with the name of the check; None if it is not.
+        """Why a sample is refused at once, beginning with the name of the check; None if it is not (yet).
 
         Args:
             response: a row of `schemas.RESPONSES`: its sample_id, input_ids, loss_mask and temperature.
             states: [tokens, layers, hidden], which passed `states_problem`.
         """
-        norms = state_norms.log_norms(states, response["input_ids"])
+        sample_id, ids = response["sample_id"], response["input_ids"]
+        norms = state_norms.log_norms(states, ids)
         if self._known and (problem := self._stage.norms.problem(norms, self._known)):
             return problem
-        found = OnPolicy()
         if head := self._stage.head:
-            ids = response["input_ids"]
             if max(ids) >= head.vocab_size:
                 return f"ids: token id {max(ids)} is not among the {head.vocab_size} of the verifier"
-            found = on_policy.measure(
-                head,
-                states[:, -1],
-                ids,
-                response["loss_mask"],
-                response["temperature"],
-                response["sample_id"],
-                self._stage.config,
+            self._excerpts[sample_id] = Excerpt.of(
+                *(states[:, -1], ids, response["loss_mask"], response["temperature"]),
+                seed=sample_id,
+                config=self._stage.config,
             )
-            if problem := on_policy.problem(found, self._stage.config):
-                return problem
-        self._passed[response["sample_id"]] = _Passed(norms, found)
+        self._norms[sample_id] = norms
         return None
 
     def late_problems(self) -> dict[str, str]:
-        """Samples that passed before there was anything to compare their norms with, and do not now, by id.
+        """Samples that are refused after all, now that all are through, by id.
 
-        A stage's first shards are judged against themselves, when all their samples are through.
+        A stage's first shards by their norms, which had nothing to compare with; then by the verifier's head.
         """
-        if self._known or not (own := self._own_norms()):
-            return {}
-        found = {name: self._stage.norms.problem(passed.norms, own) for name, passed in self._passed.items()}
-        refused = {name: problem for name, problem in found.items() if problem}
+        refused: dict[str, str] = {}
+        if not self._known and (own := self._own_norms()):
+            found = {name: self._stage.norms.problem(norms, own) for name, norms in self._norms.items()}
+            refused |= {name: problem for name, problem in found.items() if problem}
+        if head := self._stage.head:
+            config = self._stage.config
+            excerpts = {name: excerpt for name, excerpt in self._excerpts.items() if name not in refused}
+            for name, look in zip(excerpts, on_policy.measure(head, [*excerpts.values()], config), strict=True):
+                if problem := on_policy.problem(look, config):
+                    refused[name] = problem
+                else:
+                    self._on_policy += look
         for name in refused:
-            del self._passed[name]
+            del self._norms[name]
         return refused
 
     def close(self) -> dict[str, Any]:
@@ -147,13 +147,12 @@ class ShardChecks:
         if own := self._own_norms():
             self._stage.norms.learn(own)
             extra["layer_norms"] = own.to_json()
-        total = sum((passed.on_policy for passed in self._passed.values()), OnPolicy())
-        if total.positions:
-            extra["on_policy"] = total.to_json()
+        if self._on_policy.positions:
+            extra["on_policy"] = self._on_policy.to_json()
         return extra
 
     def _own_norms(self) -> LayerNorms | None:
-        measured = [passed.norms for passed in self._passed.values() if passed.norms is not None]
+        measured = [norms for norms in self._norms.values() if norms is not None]
         return LayerNorms.of(measured) if measured else None
 
 
