@@ -21,6 +21,7 @@ from infra.hidden_states import (
     decode,
     encode,
     encoding_error,
+    fail_rows,
     payload_problem,
     schema,
     state_bytes,
@@ -157,6 +158,14 @@ def test_every_encoding_takes_rows_of_any_length_and_failed_ones(encoding: str) 
     assert {name for name, value in failed.items() if value is not None} == {
         "sample_id", "status", "error", "input_ids", "loss_mask", "num_tokens"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_rows_failed_after_all_leave_the_others_as_they_were(encoding: str) -> None:
+    rows = [finite_row("a", 9, 1), failed_row("b"), finite_row("c", 5, 2), finite_row("d", 7, 3)]
+    lost = HiddenRow("c", "failed", "norms: late", rows[2].input_ids, rows[2].loss_mask, None)
+    expected = encode([*rows[:2], lost, rows[3]], meta_of(encoding))
+    assert fail_rows(encode(rows, meta_of(encoding)), {"c": "norms: late"}) == expected
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
