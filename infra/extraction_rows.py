@@ -74,7 +74,7 @@ def build_shard(
     """A hidden_states shard out of a responses shard: one row for each of its rows.
 
     Holds the states of one sample at a time where `results` is a stream; the encoded shard is in memory whole, and
-    twice where samples are refused by the shard's own statistics, which only a stage's first shards are.
+    twice where samples are refused when all are through: by the verifier's head, or by a first shard's own norms.
 
     Args:
         responses: table of `schemas.RESPONSES`.
