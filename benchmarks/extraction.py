@@ -12,8 +12,9 @@ checked and encoded as Parquet, and committed to a folder. The peer is one of:
 
 Both sides have their engine loaded from the start, and each is measured from its first request to its last file:
 loading, imports and start-up are in none. A ratio is the median of the rounds' ratios. The on-policy check is made,
-with margins so wide that text which is not the verifier's own passes. Bytes are those of the files. Decoding is of
-one core and of `bf16_split` in the last line, in 10^6 bytes of bf16 states; the files are in memory.
+with margins so wide that text which is not the verifier's own passes and leaves no doubt, as most of its own does.
+Bytes are those of the files. Decoding is of one core and of `bf16_split` in the last line, in 10^6 bytes of bf16
+states; the files are in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +48,6 @@ from infra.state_checks import ChecksConfig, StateChecks, open_head
 from infra.verifier import Verifier, VerifierConfig, materialize
 from infra.vllm_config import VllmConfig
 
-SHARDS_AT_ONCE = 2  # as in flows/extract.py
 SHORTEST_TOKENS, LONGEST_TOKENS = 64, 448
 MAX_MODEL_LEN = 1024
 DECODE_REPEATS = 3
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=len(ENCODINGS))
     parser.add_argument("--shard-size", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=2, help="as extract.shards_per_engine")
     parser.add_argument("--staging-mib", type=float, default=128.0, help="bound of our staging folder")
     parser.add_argument("--model", default=VerifierConfig().model, help="as verifier.model")
     parser.add_argument("--python", help="as vllm.python")
@@ -119,7 +120,9 @@ async def rounds(
         encoding = list(ENCODINGS)[turn % len(ENCODINGS)]
 
         async def mine(encoding: str = encoding) -> None:
-            ours.append((encoding, await asyncio.to_thread(our_pass, bench, engine, checks, encoding)))
+            ours.append(
+                (encoding, await asyncio.to_thread(our_pass, bench, engine, checks, encoding, options.threads))
+            )
 
         async def other() -> None:
             theirs.append(await peer())
@@ -148,7 +151,7 @@ async def our_engine(bench: Bench, staging_mib: float) -> AsyncIterator[Extracti
         await asyncio.to_thread(engine.stop)
 
 
-def our_pass(bench: Bench, engine: ExtractionEngine, checks: StateChecks, encoding: str) -> Pass:
+def our_pass(bench: Bench, engine: ExtractionEngine, checks: StateChecks, encoding: str, threads: int) -> Pass:
     """The stage's own work, into a folder that is left for one encoding at a time."""
     root = bench.folder / encoding
     shutil.rmtree(root, ignore_errors=True)
@@ -167,7 +170,7 @@ def our_pass(bench: Bench, engine: ExtractionEngine, checks: StateChecks, encodi
         return record.size_bytes
 
     began = time.perf_counter()
-    with ThreadPoolExecutor(SHARDS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         size_bytes = sum(pool.map(extract, enumerate(bench.shards)))
     return Pass(time.perf_counter() - began, size_bytes)
 

@@ -48,7 +48,10 @@ prompts = [{"prompt_token_ids": ids} for ids in setup["input_ids"]]
 params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 folder = setup["connector"]["kv_connector_extra_config"]["shared_storage_path"]
 def written(state_bytes):
-    return sum(file.stat().st_size for file in os.scandir(folder)) >= state_bytes
+    try:
+        return sum(file.stat().st_size for file in os.scandir(folder)) >= state_bytes
+    except FileNotFoundError:  # one was just given its final name
+        return False
 print("READY", flush=True)
 for line in sys.stdin:
     began = time.perf_counter()

@@ -69,7 +69,7 @@ async def extract_missing(work: StageWork) -> int:
             partial(extracting, stage, number, config.extract, vllm, verifier, staging, trust_remote_code=trusted)
             for number, vllm in enumerate(engine_configs(config.extract, config.vllm))
         ]
-        await EnginePool(launches, making.shard, queue).make_all()
+        await EnginePool(launches, making.shard, queue, config.extract.shards_per_engine).make_all()
     return staging.peak_bytes
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from infra.errors import StageFailed
 from infra.extraction_config import ExtractConfig
-from infra.extraction_pool import SHARDS_AT_ONCE
 from infra.manifest import ShardRecord, StageRef
 from infra.on_policy import OnPolicy
 from infra.state_verdict import FailedChecks
@@ -63,9 +62,9 @@ class Measured:
             encode_seconds=sum(record.extra[ENCODE_SECONDS] for record in told),
         )
 
-    def tokens_per_second(self, num_engines: int) -> float:
+    def tokens_per_second(self, num_engines: int, shards_per_engine: int) -> float:
         """Of that many engines, or of the threads that encode for them where those are slower."""
-        threads = min(num_engines * SHARDS_AT_ONCE, os.cpu_count() or 1)
+        threads = min(num_engines * shards_per_engine, os.cpu_count() or 1)
         seconds = max(self.extract_seconds / num_engines, self.encode_seconds / threads)
         return self.num_tokens / max(seconds, 1e-9)
 
@@ -98,7 +97,7 @@ class Budget:
             tokens_done=measured.num_tokens,
             tokens_left=round(measured.num_tokens * left_bytes / max(measured.input_bytes, 1)),
             bytes_per_token=measured.stored_bytes / measured.num_tokens,
-            tokens_per_second=measured.tokens_per_second(config.engines),
+            tokens_per_second=measured.tokens_per_second(config.engines, config.shards_per_engine),
             room_bytes=room_bytes,
         )
 
@@ -171,7 +170,7 @@ def stage_totals(
         "failed_checks": failed.to_json(),
     }
     if measured := Measured.of(records, inputs):
-        totals["tokens_per_second"] = round(measured.tokens_per_second(1), 1)
+        totals["tokens_per_second"] = round(measured.tokens_per_second(1, 2), 1)
         totals["encode_mb_per_s"] = round(measured.raw_bytes / 1e6 / max(measured.encode_seconds, 1e-9), 1)
     if judged := [OnPolicy.from_json(extra["on_policy"]) for extra in extras if "on_policy" in extra]:
         totals["on_policy"] = sum(judged, OnPolicy()).to_json()

@@ -19,8 +19,6 @@ from infra.records import Shard
 
 logger = logging.getLogger("draftsmith.extraction")
 
-# While one shard is in the engine, the last one is encoded and written.
-SHARDS_AT_ONCE = 2
 # An engine that dies so often in a row and commits nothing in between will not be mended by another start.
 MAX_IDLE_LIVES = 3
 # A shard that was in flight each time when engines died so often may be what kills them. Not fewer: engines die for
@@ -97,12 +95,16 @@ class EnginePool(Generic[E]):
     Args:
         launches: one for each engine; its number, from 0, stays through all its lives.
         make: what is done with a shard.
+        shards_per_engine: that one engine has at a time.
     """
 
-    def __init__(self, launches: Iterable[Launch[E]], make: Make[E], queue: ShardQueue) -> None:
+    def __init__(
+        self, launches: Iterable[Launch[E]], make: Make[E], queue: ShardQueue, shards_per_engine: int = 2
+    ) -> None:
         self._launches = list(launches)
         self._make = make
         self._queue = queue
+        self._shards_per_engine = shards_per_engine
         self._num_left = len(self._launches)
 
     async def make_all(self) -> None:
@@ -156,7 +158,7 @@ class EnginePool(Generic[E]):
         num_made, lost = 0, None
         try:
             while running or lost is None:
-                while lost is None and len(running) < SHARDS_AT_ONCE and (shard := self._queue.take()):
+                while lost is None and len(running) < self._shards_per_engine and (shard := self._queue.take()):
                     running[asyncio.create_task(_call(self._make, engine, shard))] = shard
                 for task in await self._next_done(running):
                     shard, error = running.pop(task), task.exception()
