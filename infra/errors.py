@@ -32,6 +32,9 @@ class InputError(DraftsmithError):
         self.field = field
         self.problem = problem
 
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return InputError, (self.field, self.problem)
+
 
 class InfrastructureError(DraftsmithError):
     """Something outside the program failed; the same call may succeed later."""

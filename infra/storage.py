@@ -39,6 +39,7 @@ __all__ = [
     "get",
     "get_file",
     "get_many",
+    "get_range",
     "join",
     "list_objects",
     "list_sizes",
@@ -56,6 +57,7 @@ class Store(Protocol):
 
     def get(self, uri: str) -> bytes: ...
     def get_many(self, uris: list[str]) -> dict[str, bytes]: ...
+    def get_range(self, uri: str, start: int, length: int) -> bytes: ...
     def chunks(self, uri: str) -> Iterator[bytes]: ...
     def get_file(self, uri: str, local_path: Path) -> None: ...
     def put(self, uri: str, data: bytes) -> None: ...
@@ -110,6 +112,19 @@ def check_root(root: str, limit_seconds: float = CHECK_SECONDS) -> None:
 def get(uri: str) -> bytes:
     """The whole object. Raises FileNotFoundError when there is none."""
     return _store(uri).get(uri)
+
+
+def get_range(uri: str, start: int, length: int) -> bytes:
+    """`length` bytes (at least one) of the object from `start` on.
+
+    Raises:
+        FileNotFoundError: there is no such object.
+        ValueError: it ends before.
+    """
+    data = _store(uri).get_range(uri, start, length)
+    if len(data) != length:
+        raise ValueError(f"{uri} ends {length - len(data)} bytes too early")
+    return data
 
 
 def get_many(uris: Iterable[str]) -> dict[str, bytes]:

@@ -63,6 +63,12 @@ def get_many(uris: list[str]) -> dict[str, bytes]:
     return found
 
 
+def get_range(uri: str, start: int, length: int) -> bytes:
+    path = _path(uri)
+    with explained(path, "read"), path.open("rb", buffering=0) as file:
+        return os.pread(file.fileno(), length, start)
+
+
 def chunks(uri: str) -> Iterator[bytes]:
     path = _path(uri)
     with explained(path, "read"), path.open("rb") as file:

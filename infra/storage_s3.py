@@ -76,6 +76,10 @@ def get_many(uris: list[str]) -> dict[str, bytes]:
     return run(_get_many, [_place(uri) for uri in uris])
 
 
+def get_range(uri: str, start: int, length: int) -> bytes:
+    return run(_get_range, _place(uri), start, length)
+
+
 def chunks(uri: str) -> Iterator[bytes]:
     place = _place(uri)
     size_bytes, etag = run(_head, place)
@@ -163,6 +167,11 @@ async def _get_many(fs: Any, places: list[Place]) -> dict[str, bytes]:
 async def _head(fs: Any, place: Place) -> tuple[int, str]:
     answer = await request(fs, place.uri, "head_object", **place.names)
     return int(answer["ContentLength"]), str(answer["ETag"])
+
+
+async def _get_range(fs: Any, place: Place, start: int, length: int) -> bytes:
+    part = f"bytes={start}-{start + length - 1}"
+    return bytes((await request(fs, place.uri, "get_object", **place.names, Range=part))["Body"])
 
 
 async def _get_piece(fs: Any, place: Place, etag: str, start: int, length: int) -> bytes:

@@ -62,6 +62,8 @@ def _of_answer(uri: str, error: Exception) -> Exception:
         return FileNotFoundError(uri)
     if status == 412:
         return Refused(uri)
+    if status == 416:
+        return ValueError(f"{uri} ends before the range that was asked for")
     if (status >= 500 and status != 501) or status in (409, 429) or code in _PASSING_CODES:
         return Unavailable(f"{uri}: {said}")
     if status in (401, 403) or code in _CREDENTIAL_CODES:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
+import shlex
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infra import leases
+from infra import leases, storage
 from infra.errors import DamagedShard, InfrastructureError, InputError, LeaseLost, StageFailed
 from infra.locations import log_file
 from infra.manifest import ShardRecord, StageRef, inputs_sha256
 from infra.processes import GuardedProcess, end_stale, log_tail, process_token
 from infra.training.config import TrainConfig, TrainSpec
+from infra.training.launch import torchrun_command
 from infra.training.progress import parse
 from infra.verifier import Verifier
 from tasks.policy import retried_task
@@ -67,16 +68,21 @@ async def train_draft(
             metrics_path=str(Path(folder, "metrics.jsonl")),
             trust_remote_code=trust_remote_code,
         )
-        spec_path = Path(folder, "spec.json")
-        spec_path.write_text(spec.model_dump_json())
-        return await _run_trainer(stage, config, spec_path, token)
+        # Several nodes read it where they read everything else.
+        shared = storage.join(stage.uri, "trainer", f"{lease_epoch}.json")
+        spec_uri = str(Path(folder, "spec.json")) if config.num_nodes == 1 else shared
+        await asyncio.to_thread(storage.put, spec_uri, spec.model_dump_json().encode())
+        return await _run_trainer(stage, config, spec_uri, token)
 
 
-async def _run_trainer(stage: StageRef, config: TrainConfig, spec_path: Path, token: str) -> int:
+async def _run_trainer(stage: StageRef, config: TrainConfig, spec_uri: str, token: str) -> int:
     log = log_file(stage.stage, stage.key, "trainer")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={config.num_ranks}", "-m", "infra.training", str(spec_path)]
-    logger.info("Training %s with %d rank(s); the log is %s.", stage.key, config.num_ranks, log)
+    command = torchrun_command(config, spec_uri)
+    for node in range(1, config.num_nodes):
+        # The verifier must lie there under the same path as here.
+        logger.warning("Start on node %d: %s", node, shlex.join(torchrun_command(config, spec_uri, node)))
+    ranks = config.num_ranks * config.num_nodes
+    logger.info("Training %s with %d rank(s); the log is %s.", stage.key, ranks, log)
     process = GuardedProcess.start(command, token=token, log_path=log, stdout_pipe=True)
     try:
         last = await _follow(process, config.hang_timeout_seconds)

@@ -62,7 +62,7 @@ def test_put_get_list_delete(any_root: str) -> None:
     storage.delete(uri)
     assert not storage.exists(uri)
     assert storage.list_sizes(any_root) == {}
-    for read in (storage.get, storage.size, storage.sha256):
+    for read in (storage.get, storage.size, storage.sha256, lambda uri: storage.get_range(uri, 0, 1)):
         with pytest.raises(FileNotFoundError):
             read(uri)
 
@@ -239,3 +239,13 @@ def test_what_is_no_address_is_refused_by_name(uri: str) -> None:
 def test_a_folder_where_none_can_be_made_is_wrong_input() -> None:
     with pytest.raises(InputError, match=r"^root: /proc/draftsmith cannot be made"):
         storage.check_root("/proc/draftsmith")
+
+
+def test_a_range_of_an_object(any_root: str) -> None:
+    uri = storage.join(any_root, "data")
+    storage.put(uri, bytes(range(100)))
+    assert storage.get_range(uri, 0, 1) == b"\0"
+    assert storage.get_range(uri, 90, 10) == bytes(range(90, 100))
+    for start, length in ((95, 10), (100, 1)):
+        with pytest.raises(ValueError, match="ends"):
+            storage.get_range(uri, start, length)

@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 
-from infra.errors import DamagedShard, DraftsmithError, InfrastructureError, LeaseLost, ServerError, StorageError
+from infra.errors import (
+    DamagedShard,
+    DraftsmithError,
+    InfrastructureError,
+    InputError,
+    LeaseLost,
+    ServerError,
+    StorageError,
+)
 from infra.fingerprint import stage_content
 from infra.manifest import StageRef
 from infra.processes import process_token
 from infra.training.config import TrainConfig
+from infra.training.launch import torchrun_command
 from infra.training.progress import PREFIX
 from tasks import policy
 from tasks.train import _run_trainer
@@ -26,8 +35,18 @@ async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, A
     stage = StageRef(str(tmp_path), "drafts", stage_content("drafts", 1, {}, {}, {}))
     token = process_token("test", str(tmp_path))
     with monkeypatch.context() as patched:
-        patched.setattr("tasks.train.sys", type("Sys", (), {"executable": str(trainer)}))
-        return await _run_trainer(stage, TrainConfig(), tmp_path / "spec.json", token)
+        patched.setattr("infra.training.launch.sys", type("Sys", (), {"executable": str(trainer)}))
+        return await _run_trainer(stage, TrainConfig(), str(tmp_path / "spec.json"), token)
+
+
+def test_several_nodes_find_one_another() -> None:
+    config = TrainConfig(num_ranks=8, num_nodes=2, rendezvous_endpoint="first:29500", max_restarts=3)
+    command = torchrun_command(config, "s3://bucket/spec.json", node_rank=1)
+    assert {"--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=29500"} < set(command)
+    assert {"--nproc-per-node=8", "--max-restarts=3"} < set(command)
+    assert command[-3:] == ["-m", "infra.training", "s3://bucket/spec.json"]
+    with pytest.raises(InputError, match="rendezvous_endpoint"):
+        torchrun_command(config.model_copy(update={"rendezvous_endpoint": "first"}), "spec.json")
 
 
 async def test_the_last_step_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

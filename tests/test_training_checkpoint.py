@@ -29,8 +29,10 @@ def make(seed: int = 0, kind: str = "muon") -> tuple[nn.Module, DraftOptimizer]:
 def save(uri: str, step: int, lease_epoch: int, seed: int = 0, kind: str = "muon") -> CheckpointRef:
     model, optimizer = make(seed, kind)
     ref = CheckpointRef(step, lease_epoch)
-    checkpoint.write_rank_file(uri, ref, 0)
-    checkpoint.write(uri, ref, dict(model.named_parameters()), optimizer, {"sums": []}, "line\n", 1)
+    copies = checkpoint.HostCopies()
+    weights = copies.take(dict(model.named_parameters()), keep=True)
+    optimizer_state = copies.take(optimizer.tensors(), keep=True)
+    checkpoint.write(uri, ref, weights, optimizer_state, {"sums": []}, "line\n", [checkpoint.rank_state()])
     return ref
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from infra import storage
 from infra.errors import DamagedShard, StageFailed
 from infra.hidden_states import HiddenRow, HiddenStatesMeta
 from infra.state_encodings import ENCODINGS
@@ -155,6 +156,51 @@ def test_a_shard_that_cannot_be_decoded_is_damaged(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(HiddenStatesMeta, "bytes_per_token", lambda meta: {"aux_hidden_states": 1})
     with pytest.raises(DamagedShard, match=r"shard 00000: row 0: \d+ bytes of aux_hidden_states"):
         store.sample(index[0].shard, index[0].row)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_one_sample_feeds_any_number_of_ranks(tmp_path: Path, world: int) -> None:
+    config = TrainConfig(total_seq_len=64, global_batch=4, num_steps=3, validation_share=0.0)
+    store = ShardStore(write_stage(str(tmp_path), [random_rows(1)], META), 1)
+    index = build_index(store, config)
+    for rank in range(world):
+        loader = StepLoader(store, Schedule(index, config), config, rank, world)
+        for step in range(3):
+            batch = loader.load(step)
+            assert len(batch.packs) == 4 // world
+            assert batch.num_loss_tokens == 4 * index[0].num_loss_tokens
+        assert [len(loader.jobs(step)) for step in range(3)] == [4 // world] * 3
+
+
+def test_the_index_reads_no_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    width = 2048
+    rows = [
+        replace(row, hidden_states=torch.zeros(len(row.input_ids), len(LAYER_IDS), width).bfloat16())
+        for row in random_rows(10)
+    ]
+    meta = HiddenStatesMeta(LAYER_IDS, width, "revision")
+    store = ShardStore(write_stage(str(tmp_path), [rows], meta), 1)
+    read = []
+    get_range = storage.get_range
+
+    def counted(uri: str, start: int, length: int) -> bytes:
+        read.append(length)
+        return get_range(uri, start, length)
+
+    monkeypatch.setattr(storage, "get_range", counted)
+    assert len(build_index(store, CONFIG)) == 10
+    assert 0 < sum(read) < store.records[0].size_bytes / 2
+    assert len(read) < 25
+
+
+def test_a_shard_that_cannot_be_read_is_damaged(store: ShardStore) -> None:
+    (shard,) = Path(store.stage_uri, "shards").glob("00001-*.parquet")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(DamagedShard, match="shard 00001"):
+        build_index(store, CONFIG)
+    shard.unlink()
+    with pytest.raises(DamagedShard, match=r"shard 00001.*is not there"):
+        build_index(store, CONFIG)
 
 
 def test_an_unfinished_stage_is_refused(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from infra.training.algorithm import trainable_parameters
 from infra.training.batch import PackedBatch, concatenate
 from infra.training.config import TrainConfig
-from infra.training.eagle3 import Eagle3Objective, align_sample, build_model, trainable_parameters
+from infra.training.eagle3 import Eagle3Objective, align_sample, build_model
 from infra.training.losses import TargetDistribution, chunked_kl
 from tests.fakes.training_run import HIDDEN_SIZE, LAYER_IDS, random_rows, vocabulary, write_verifier
 
@@ -45,6 +46,11 @@ def two_turns(number: int, mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+def run(objective: Eagle3Objective, packed: PackedBatch, num_loss_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor] = objective(objective.prepare(packed), num_loss_tokens)
+    return found
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -66,21 +72,23 @@ def test_rows_agree_with_the_library(verifier: str, change: dict[str, Any], mask
                 value.mul_(5)
     packed = batch(3, masks)
     found = {}
-    for kind in ("rows", "library"):
+    for kind in ("rows", "packed", "library"):
         model.zero_grad()
-        loss, sums = Eagle3Objective(model, config, kind)(packed, packed.num_loss_tokens)
+        loss, sums = run(Eagle3Objective(model, config, kind), packed, packed.num_loss_tokens)
         loss.backward()
         gradients = {n: v.grad.clone() for n, v in trainable_parameters(model).items() if v.grad is not None}
         found[kind] = (loss.detach(), sums, gradients)
-    (loss, sums, gradients), (wanted_loss, wanted_sums, wanted_gradients) = found["rows"], found["library"]
-    assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-4)
-    # The library counts its `total` before it aligns the steps; what was right is the same.
-    assert torch.allclose(sums[:, 0] / sums[:, 1], wanted_sums[:, 0] / wanted_sums[:, 1], rtol=1e-4)
-    assert torch.equal(sums[:, 2], wanted_sums[:, 2])
-    assert set(gradients) == set(wanted_gradients) == set(trainable_parameters(model))
-    for name, gradient in gradients.items():
-        wanted = wanted_gradients[name]
-        assert (gradient - wanted).norm() < 1e-3 * wanted.norm(), name
+    wanted_loss, wanted_sums, wanted_gradients = found.pop("library")
+    assert torch.equal(found["rows"][1][:, 1:], found["packed"][1][:, 1:])
+    for loss, sums, gradients in found.values():
+        assert float(loss) == pytest.approx(float(wanted_loss), rel=1e-4)
+        # The library counts its `total` before it aligns the steps; what was right is the same.
+        assert torch.allclose(sums[:, 0] / sums[:, 1], wanted_sums[:, 0] / wanted_sums[:, 1], rtol=1e-4)
+        assert torch.equal(sums[:, 2], wanted_sums[:, 2])
+        assert set(gradients) == set(wanted_gradients) == set(trainable_parameters(model))
+        for name, gradient in gradients.items():
+            wanted = wanted_gradients[name]
+            assert (gradient - wanted).norm() < 1e-3 * wanted.norm(), name
 
 
 def test_the_chunked_loss_is_the_librarys_kl_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +121,7 @@ def test_samples_of_a_pack_do_not_see_one_another(verifier: str) -> None:
     model = build_model(config, vocabulary(), verifier, LAYER_IDS[:-1])
     objective = Eagle3Objective(model, config, "rows")
     whole = batch(3)
-    total, _ = objective(whole, 100)
+    total, _ = run(objective, whole, 100)
     parts = []
     for row in random_rows(3):
         assert row.hidden_states is not None
@@ -123,7 +131,7 @@ def test_samples_of_a_pack_do_not_see_one_another(verifier: str) -> None:
             row.hidden_states[:, :-1].flatten(1),
             row.hidden_states[:, -1].contiguous(),
         )
-        parts.append(objective(alone, 100)[0])
+        parts.append(run(objective, alone, 100)[0])
     assert total.item() == pytest.approx(sum(part.item() for part in parts), rel=1e-5)
 
 

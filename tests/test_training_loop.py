@@ -14,7 +14,7 @@ from infra.training import checkpoint, checkpoint_files
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.data import StepBatch
 from infra.training.loop import Trainer, learning_rate
-from infra.training.progress import PREFIX, metrics_line, parse
+from infra.training.progress import PREFIX, Meter, metrics_line, parse
 from infra.training.ranks import Ranks
 from tests.fakes.training_run import write_spec
 
@@ -37,8 +37,8 @@ def losses(spec: TrainSpec) -> list[tuple[str, int, float]]:
 def ask_to_stop_after(trainer: Trainer, step: int) -> None:
     train_step = trainer._train_step
 
-    def stepped(batch: StepBatch) -> None:
-        train_step(batch)
+    def stepped(batch: StepBatch, meter: Meter) -> None:
+        train_step(batch, meter)
         trainer.stop.asked = trainer.step == step
 
     trainer._train_step = stepped
@@ -80,8 +80,8 @@ def test_before_a_checkpoint_it_looks_whether_a_later_run_holds_the_lease(tmp_pa
     trainer = Trainer(spec, Ranks())
     train_step = trainer._train_step
 
-    def stepped(batch: StepBatch) -> None:
-        train_step(batch)
+    def stepped(batch: StepBatch, meter: Meter) -> None:
+        train_step(batch, meter)
         if trainer.step == 7:  # between the checkpoints of steps 5 and 10
             other = Waiter(root, "drafts-key").try_take()
             assert other is not None

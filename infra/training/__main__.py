@@ -1,8 +1,9 @@
 """`python -m torch.distributed.run --standalone --nproc-per-node N -m infra.training SPEC.json`
 
-SPEC.json is a TrainSpec. Exit codes: 0 trained to the last step, 75 stopped by SIGTERM after a checkpoint (run the
-same command to resume) or superseded by a later run, 1 failed, 2 the specification is wrong. torchrun itself ends
-with 1 for any of the last four, so the last progress line says which it was (infra.training.progress).
+SPEC.json is a TrainSpec, its path or URI. Exit codes: 0 trained to the last step, 75 stopped by SIGTERM after a
+checkpoint (run the same command to resume) or superseded by a later run, 1 failed, 2 the specification is wrong.
+torchrun itself ends with 1 for any of the last four, so the last progress line says which it was
+(infra.training.progress).
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from pathlib import Path
 
 from pydantic import ValidationError
 
+from infra import storage
 from infra.errors import DamagedShard, DraftsmithError, InputError
 from infra.training.config import TrainSpec
 from infra.training.loop import Trainer
@@ -28,8 +29,8 @@ def main(arguments: list[str]) -> int:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        spec = TrainSpec.model_validate_json(Path(arguments[0]).read_bytes())
-    except (OSError, ValidationError) as error:
+        spec = TrainSpec.model_validate_json(storage.get(arguments[0]))
+    except (OSError, ValidationError, DraftsmithError) as error:
         say("failed", error_type="InputError", message=str(error))
         return 2
     ranks = Ranks()

@@ -1,6 +1,8 @@
 """Resumable checkpoints of a training run: tensors and random state into files, and back.
 
-Where the files lie and when they count: `infra.training.checkpoint_files`.
+Saving has two parts: `HostCopies.take` gathers everything in the host memory of rank 0 between two steps, `write`
+puts it into files while training goes on (`CheckpointWriter`). Where the files lie and when they count:
+`infra.training.checkpoint_files`.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import base64
 import json
 import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +31,7 @@ from infra.training.checkpoint_files import (
     STATE_FILE,
     CheckpointRef,
 )
+from infra.training.distribution import fit, whole
 from infra.training.optimizer import DraftOptimizer
 
 logger = logging.getLogger("draftsmith.training")
@@ -58,36 +63,76 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def write_rank_file(draft_uri: str, ref: CheckpointRef, rank: int) -> None:
-    """Write one rank's own part; every rank does, before rank 0 commits."""
-    storage.put(storage.join(ref.uri(draft_uri), rank_file(rank)), _rank_state())
+class HostCopies:
+    """Buffers in host memory that are filled again at each checkpoint; pinned where a GPU copies into them."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+        """Every tensor, whole, on the CPU. All ranks call it with the same names; empty where not `keep`."""
+        taken = {}
+        for name, held in tensors.items():
+            value = whole(held)
+            if keep:
+                taken[name] = self._copy(name, value)
+        if keep and any(value.is_cuda for value in tensors.values()):
+            torch.cuda.synchronize()
+        return taken
+
+    def _copy(self, name: str, value: Tensor) -> Tensor:
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        return self._buffers[name].copy_(value, non_blocking=True)
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time, in a thread."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Do `work` in the background; the one before must have been waited for."""
+        assert self._pending is None
+        self._pending = self._threads.submit(work)
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises what went wrong."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
 
 def write(
     draft_uri: str,
     ref: CheckpointRef,
-    parameters: dict[str, nn.Parameter],
-    optimizer: DraftOptimizer,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
     state: dict[str, Any],
     metrics: str,
-    world: int,
+    rank_states: Sequence[bytes],
 ) -> None:
-    """Write the shared files, commit, then delete what is older than the newest two. Rank 0 only."""
+    """Write all files, commit, then delete what is older than the newest two. Rank 0 only.
+
+    Args:
+        weights, optimizer: whole tensors on the CPU.
+        rank_states: `rank_state` of every rank.
+    """
     uri = ref.uri(draft_uri)
     files = {
-        MODEL_FILE: save({name: value.detach().cpu().contiguous() for name, value in parameters.items()}),
-        OPTIMIZER_FILE: save(optimizer.tensors()),
+        MODEL_FILE: save(dict(weights)),
+        OPTIMIZER_FILE: save(dict(optimizer)),
         STATE_FILE: json.dumps({**state, "step": ref.step, "lease_epoch": ref.lease_epoch}, indent=1).encode(),
         METRICS_FILE: metrics.encode(),
+        **{rank_file(rank): data for rank, data in enumerate(rank_states)},
     }
     # What an earlier attempt under the same lease left half-written must not be taken for this one.
     storage.delete(storage.join(uri, COMMIT_FILE))
     for name, data in files.items():
         storage.put(storage.join(uri, name), data)
-    ranks = {rank_file(rank): storage.get(storage.join(uri, rank_file(rank))) for rank in range(world)}
-    listed = {
-        name: {"size_bytes": len(data), "sha256": sha256_hex(data)} for name, data in {**files, **ranks}.items()
-    }
+    listed = {name: {"size_bytes": len(data), "sha256": sha256_hex(data)} for name, data in files.items()}
     storage.put(storage.join(uri, COMMIT_FILE), json.dumps({"step": ref.step, "files": listed}, indent=1).encode())
     checkpoint_files.delete_older(draft_uri, ref)
 
@@ -122,13 +167,14 @@ def restore(
         raise StageFailed(f"checkpoint of step {checkpoint.ref.step} holds other weights than this config's draft")
     with torch.no_grad():
         for name, value in parameters.items():
-            value.copy_(weights[name])
+            value.copy_(fit(weights[name], value))
     optimizer.load_tensors(load(checkpoint.files[OPTIMIZER_FILE]))
     if rank_file(rank) in checkpoint.files:
         _restore_rank_state(checkpoint.files[rank_file(rank)])
 
 
-def _rank_state() -> bytes:
+def rank_state() -> bytes:
+    """Random generator state of this rank."""
     state = {"torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()}
     if torch.cuda.is_available():
         state["cuda"] = base64.b64encode(torch.cuda.get_rng_state().numpy().tobytes()).decode()

@@ -14,6 +14,9 @@ LossName = Literal["kl_div", "reverse_kl_div", "js_div", "ce", "tv", "nla", "lk_
 class TrainConfig(Config):
     """Hyper-parameters of the draft and of its training; the last group changes only how the work is done."""
 
+    algorithm: Annotated[Literal["eagle3"], CONTENT] = "eagle3"
+    """What is trained: the kind of draft, by speculators' name (`infra.training.algorithm`)."""
+
     epochs: Annotated[float, CONTENT, Field(gt=0)] = 10.0
     """Passes over the training samples; ignored when `num_steps` is given."""
 
@@ -87,10 +90,31 @@ class TrainConfig(Config):
     """Share of the samples, by hash of their id, that only measures."""
 
     shuffle_window_shards: Annotated[int, CONTENT, Field(ge=1)] = 16
-    """Shards whose samples are mixed with one another; that many are held in memory."""
+    """Shards whose samples are mixed with one another; that many are open at a time, and twice as many are checked
+    (from S3: fetched) before their samples are needed."""
+
+    input_workers: Annotated[int | None, Field(ge=0)] = None
+    """Processes that read and decode samples for one rank; 0: a thread of the trainer does. Unset: 0 on CPU, on
+    GPUs the rank's cores but two, at most 12. Each takes memory for one packed sequence, the rank for 3 more."""
+
+    shard_cache_gib: Annotated[float, Field(gt=0)] = 200.0
+    """Disk space for copies of an S3 root's shards, in this machine's cache folder; those used longest ago go."""
 
     num_ranks: Annotated[int, Field(ge=1)] = 1
-    """Processes that torchrun starts, one per GPU."""
+    """Processes that torchrun starts on one node, one per GPU."""
+
+    distribution: Literal["ddp", "fsdp2"] = "ddp"
+    """Every rank holds the whole draft (DistributedDataParallel), or a shard of it and of the optimizer (FSDP2)."""
+
+    num_nodes: Annotated[int, Field(ge=1)] = 1
+    """Nodes that train together. The first runs the pipeline and says what to start on each of the others."""
+
+    rendezvous_endpoint: str = ""
+    """`host:port` of the first node, where the others find it. Needed with several nodes."""
+
+    max_restarts: Annotated[int, Field(ge=0)] = 0
+    """How often torchrun starts the ranks again by itself when one dies; each start resumes from the newest
+    checkpoint. The pipeline retries besides, from anywhere."""
 
     num_threads: Annotated[int | None, Field(ge=1)] = None
     """CPU threads of one rank; unset: the machine's cores shared among the ranks."""
@@ -107,8 +131,12 @@ class TrainConfig(Config):
     hang_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """A trainer that reports nothing for so long counts as hung: it is ended and resumed from its checkpoint."""
 
-    implementation: Literal["auto", "rows", "library"] = "auto"
-    """Forward pass: `rows` computes trained rows only, `library` is speculators' own; auto: rows on CPU."""
+    implementation: Literal["auto", "rows", "packed", "library"] = "auto"
+    """Forward pass: `rows` goes sample by sample and `packed` over whole packs, both computing trained rows only;
+    `library` is speculators' own. auto: rows on CPU; packed on GPUs, or library where it cannot be compiled."""
+
+    activation_checkpointing: bool = False
+    """Make activations again in the backward pass instead of keeping them: less memory, a longer step."""
 
 
 class TrainSpec(Config):

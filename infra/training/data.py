@@ -8,134 +8,39 @@ the number of ranks does not change what is learnt.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from threading import Lock
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from infra import manifest
-from infra.errors import DamagedShard, StageFailed
 from infra.fingerprint import sha256_hex
-from infra.hidden_states import HiddenSample, HiddenStatesFile, HiddenStatesMeta
-from infra.schemas import STATUS_FAILED
 from infra.training.batch import PackedBatch, concatenate
 from infra.training.config import TrainConfig
 from infra.training.eagle3 import align_sample
+from infra.training.sample_index import IndexedSample, build_index, index_from_json, index_to_json
+from infra.training.shard_store import ShardStore
+
+__all__ = [
+    "IndexedSample",
+    "Pack",
+    "PackJob",
+    "Packs",
+    "Schedule",
+    "ShardStore",
+    "StepBatch",
+    "StepLoader",
+    "build_index",
+    "index_from_json",
+    "index_to_json",
+    "make_pack",
+    "noisy",
+    "read_sample",
+]
 
 # Packs that stay open for shorter samples while an epoch is packed.
 OPEN_PACKS = 32
-
-
-@dataclass(frozen=True)
-class IndexedSample:
-    """Where a sample lies and what it holds after alignment.
-
-    Args:
-        shard: position of its shard in the stage.
-        row: its row there.
-        num_tokens: rows of the aligned sample, cut to total_seq_len.
-        num_loss_tokens: how many of them are trained on.
-        validation: whether it only measures.
-    """
-
-    shard: int
-    row: int
-    num_tokens: int
-    num_loss_tokens: int
-    validation: bool
-
-
-class ShardStore:
-    """Shards of a stage, checked against their records, the last few of them kept in memory.
-
-    Raises (from its methods):
-        DamagedShard: a shard does not match its record, or cannot be decoded.
-        StageFailed: the stage is not complete, or its shards are not of one kind.
-    """
-
-    def __init__(self, stage_uri: str, max_shards: int) -> None:
-        if manifest.read_manifest(stage_uri) is None:
-            raise StageFailed(f"{stage_uri} has no manifest; finish that stage before training")
-        records = manifest.read_records(stage_uri)
-        self.stage_uri = stage_uri
-        self.records = [records[shard] for shard in sorted(records)]
-        self._max_shards = max_shards
-        self._held: OrderedDict[int, HiddenStatesFile] = OrderedDict()
-        self._first: tuple[str, HiddenStatesMeta] | None = None  # the shard that the others must be like
-        self._lock = Lock()
-
-    def file(self, shard: int) -> HiddenStatesFile:
-        """The open shard at position `shard`."""
-        with self._lock:
-            if shard not in self._held:
-                record = self.records[shard]
-                data = manifest.read_shard(self.stage_uri, record)
-                try:
-                    self._held[shard] = HiddenStatesFile(data)
-                except ValueError as error:
-                    raise DamagedShard(self.stage_uri, record.shard, str(error)) from error
-                self._require_like_the_first(record.shard, self._held[shard].meta)
-                while len(self._held) > self._max_shards:
-                    self._held.popitem(last=False)
-            self._held.move_to_end(shard)
-            return self._held[shard]
-
-    def sample(self, shard: int, row: int) -> HiddenSample:
-        """The sample of row `row`, which did not fail, of the shard at position `shard`."""
-        try:
-            sample = self.file(shard).sample(row)
-        except ValueError as error:
-            raise DamagedShard(self.stage_uri, self.records[shard].shard, str(error)) from error
-        assert sample is not None, "failed rows are not indexed"
-        return sample
-
-    def _require_like_the_first(self, shard: str, meta: HiddenStatesMeta) -> None:
-        """Shards copied between stages must not be trained on: their states mean different things."""
-        self._first = self._first or (shard, meta)
-        first, expected = self._first
-        for field in fields(meta):
-            found, wanted = getattr(meta, field.name), getattr(expected, field.name)
-            if found != wanted:
-                raise StageFailed(
-                    f"{self.stage_uri} shard {shard}: {field.name} is {found!r}, but {wanted!r} in shard {first}; "
-                    "all shards of a stage must be alike, so delete the stage and extract it again"
-                )
-
-
-def build_index(store: ShardStore, config: TrainConfig) -> list[IndexedSample]:
-    """Read every shard once; failed samples and those without a trained token are left out."""
-    found = []
-    for shard in range(len(store.records)):
-        rows = store.file(shard).rows()
-        columns = (rows[name].to_pylist() for name in ("status", "input_ids", "loss_mask"))
-        for row, (status, input_ids, loss_mask) in enumerate(zip(*columns, strict=True)):
-            cut = loss_mask[1 : config.total_seq_len + 1]
-            if status != STATUS_FAILED and any(cut):
-                held_back = _is_validation(input_ids[: loss_mask.index(True)], config)
-                found.append(IndexedSample(shard, row, len(cut), sum(cut), held_back))
-    if all(sample.validation for sample in found):
-        raise StageFailed(f"{store.stage_uri} has no sample to train on")
-    return found
-
-
-def index_to_json(index: Sequence[IndexedSample]) -> bytes:
-    return json.dumps([list(asdict(sample).values()) for sample in index]).encode()
-
-
-def index_from_json(data: bytes) -> list[IndexedSample]:
-    return [IndexedSample(*values) for values in json.loads(data)]
-
-
-def _is_validation(prompt: list[int], config: TrainConfig) -> bool:
-    """By a hash of the prompt's tokens, so that all samples of one prompt fall on the same side."""
-    digest = hashlib.sha256(f"{config.seed}:{prompt}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") < config.validation_share * 2**64
-
 
 Pack = tuple[IndexedSample, ...]
 
@@ -214,6 +119,28 @@ def _fill(samples: Sequence[IndexedSample], num_tokens: int) -> list[Pack]:
 
 
 @dataclass(frozen=True)
+class PackJob:
+    """One pack that is to be made, a pure function of the config and the stage.
+
+    Args:
+        samples: what lies in it, in order.
+        noise_share: see TrainConfig.state_noise; 0 for none.
+        noise_seed: of that noise.
+    """
+
+    samples: Pack
+    noise_share: float = 0.0
+    noise_seed: int = 0
+
+
+class Packs(Protocol):
+    """Packs to be gone through once, in order. What a pack holds is valid until the next one is asked for."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[PackedBatch]: ...
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """What one rank computes in one step.
 
@@ -221,52 +148,79 @@ class StepBatch:
         packs: its packed sequences.
         num_loss_tokens: trained tokens of the step over all ranks.
         num_tokens: tokens of the step over all ranks.
+        validation: this rank's packs of the validation samples where the step is followed by a validation, else
+            none.
     """
 
-    packs: list[PackedBatch]
+    packs: Packs
     num_loss_tokens: int
     num_tokens: int
+    validation: Packs = ()
 
 
 class StepLoader:
     """Makes the batches of one rank from the store."""
 
     def __init__(self, store: ShardStore, schedule: Schedule, config: TrainConfig, rank: int, world: int) -> None:
-        self._store = store
+        self.store = store
+        self.config = config
         self._schedule = schedule
-        self._config = config
         self._rank = rank
         self._world = world
 
     def load(self, step: int) -> StepBatch:
-        """The batch of step `step`, a pure function of the config and the stage."""
-        packs = self._schedule.packs_of_step(step)
-        mine = range(self._rank, len(packs), self._world)
-        made = [self._noisy(self._make(packs[place]), step, place) for place in mine]
-        samples = [sample for pack in packs for sample in pack]
-        return StepBatch(
-            made, sum(sample.num_loss_tokens for sample in samples), sum(sample.num_tokens for sample in samples)
-        )
+        """The batch of step `step`, without validation."""
+        return self.batch_of(step, [make_pack(self.store, job) for job in self.jobs(step)])
 
     def validation(self) -> list[PackedBatch]:
         """This rank's packs of the validation samples."""
-        return [self._make(pack) for pack in self._schedule.validation[self._rank :: self._world]]
+        return [make_pack(self.store, job) for job in self.validation_jobs()]
 
-    def _make(self, pack: Pack) -> PackedBatch:
-        return concatenate([self._sample(sample) for sample in pack])
+    def batch_of(self, step: int, packs: Packs, validation: Packs = ()) -> StepBatch:
+        samples = [sample for pack in self._schedule.packs_of_step(step) for sample in pack]
+        num_loss_tokens = sum(sample.num_loss_tokens for sample in samples)
+        return StepBatch(packs, num_loss_tokens, sum(sample.num_tokens for sample in samples), validation)
 
-    def _sample(self, where: IndexedSample) -> PackedBatch:
-        sample = self._store.sample(where.shard, where.row)
-        cut = where.num_tokens + 1
-        return align_sample(
-            sample.input_ids[:cut].long(),
-            sample.loss_mask[:cut],
-            sample.aux_hidden_states[:cut],
-            sample.verifier_last_hidden_states[:cut],
-        )
+    def jobs(self, step: int) -> list[PackJob]:
+        """This rank's packs of a step."""
+        packs = self._schedule.packs_of_step(step)
+        share, seed = self.config.state_noise, self.config.seed
+        return [
+            PackJob(packs[place], share, int(sha256_hex(f"{seed}:{step}:{place}".encode())[:12], 16))
+            for place in range(self._rank, len(packs), self._world)
+        ]
 
-    def _noisy(self, batch: PackedBatch, step: int, place: int) -> PackedBatch:
-        if self._config.state_noise == 0:
-            return batch
-        seed = int(sha256_hex(f"{self._config.seed}:{step}:{place}".encode())[:12], 16)
-        return batch.with_noise(self._config.state_noise, torch.Generator().manual_seed(seed))
+    def validation_jobs(self) -> list[PackJob]:
+        return [PackJob(pack) for pack in self._schedule.validation[self._rank :: self._world]]
+
+    def validates_after(self, step: int) -> bool:
+        """Whether the loop measures on the validation samples after step `step` (counted from 0)."""
+        return (step + 1) % self.config.validate_every_steps == 0 or step + 1 == self._schedule.num_steps
+
+    def shards_of_step(self, step: int) -> list[int]:
+        """Shards that any rank reads for a step, in the order of first use."""
+        packs: Iterable[Pack] = self._schedule.packs_of_step(step)
+        return list(dict.fromkeys(sample.shard for pack in packs for sample in pack))
+
+
+def make_pack(store: ShardStore, job: PackJob) -> PackedBatch:
+    return noisy(concatenate([read_sample(store, sample) for sample in job.samples]), job)
+
+
+def read_sample(store: ShardStore, where: IndexedSample) -> PackedBatch:
+    """One aligned sample, in views of what was decoded."""
+    sample = store.sample(where.shard, where.row)
+    assert sample is not None, "failed rows are not indexed"
+    cut = where.num_tokens + 1
+    return align_sample(
+        sample.input_ids[:cut].long(),
+        sample.loss_mask[:cut],
+        sample.aux_hidden_states[:cut],
+        sample.verifier_last_hidden_states[:cut],
+    )
+
+
+def noisy(batch: PackedBatch, job: PackJob) -> PackedBatch:
+    if job.noise_share == 0:
+        return batch
+    return batch.with_noise(job.noise_share, torch.Generator().manual_seed(job.noise_seed))

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from infra.training.algorithm import Objective
+from infra.training.algorithm import trainable_parameters as trainable_parameters
 from infra.training.batch import PackedBatch
-from infra.training.config import TrainConfig
-from infra.training.rows import forward_rows, plan_rows
+from infra.training.config import TrainConfig, TrainSpec
+from infra.training.packed import PackedForward, unsupported
+from infra.training.packed_plan import PackPlan, plan_pack, row_capacity, upload
+from infra.training.rows import StepSums, forward_rows, plan_rows
 
 if TYPE_CHECKING:
     from infra.vocab import VocabMap
+
+logger = logging.getLogger("draftsmith.training")
 
 # Columns of an objective's sums, one row per TTT step. `correct` counts rows whose guess, and all guesses of the
 # TTT steps before it, are the verifier's own first choice; `total` those whose earlier guesses all were.
@@ -72,114 +81,193 @@ def build_model(
     return model
 
 
-def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a checkpoint holds, by name."""
-    return {name: value for name, value in model.named_parameters() if value.requires_grad}
-
-
 def align_sample(
     input_ids: Tensor, loss_mask: Tensor, aux_hidden_states: Tensor, verifier_last_hidden_states: Tensor
 ) -> PackedBatch:
     """Line a sample up for EAGLE-3: row t has the state of token t, token t+1, and the verifier's view of t+2."""
-    from speculators.models.eagle3.data import shift_batch
-
+    # What speculators.models.eagle3.data.shift_batch does (a test compares the two), in views: that package takes
+    # seconds and half a gigabyte to import, in each of the processes that read samples.
     num_tokens = input_ids.shape[0]
-    shifted = shift_batch(
-        {
-            "input_ids": input_ids,
-            "hidden_states": aux_hidden_states,
-            "verifier_last_hidden_states": verifier_last_hidden_states,
-            "loss_mask": loss_mask,
-            "lengths": torch.tensor([num_tokens]),
-            "position_ids": torch.arange(num_tokens),
-        }
-    )
     return PackedBatch(
-        shifted["hidden_states"],
-        shifted["input_ids"],
-        shifted["loss_mask"],
-        shifted["position_ids"],
-        shifted["verifier_last_hidden_states"],
-        (int(shifted["lengths"]),),
+        aux_hidden_states[:-1],
+        input_ids[1:],
+        loss_mask[1:],
+        torch.arange(1, num_tokens),
+        verifier_last_hidden_states[1:],
+        (max(0, num_tokens - 1),),
     )
 
 
-class Eagle3Objective(nn.Module):
-    """The draft together with its loss, as one module: what DistributedDataParallel wraps.
+@dataclass(frozen=True)
+class PreparedPack:
+    """A packed batch with all that the host must work out of it before the device has it.
+
+    Args:
+        num_loss_tokens: trained tokens of this pack.
+        documents: [num_tokens], the number of each token's sample; for `library` only.
+        plan: for `packed` only.
+    """
+
+    batch: PackedBatch
+    num_loss_tokens: int
+    documents: Tensor | None = None
+    plan: PackPlan | None = None
+
+    def to(self, device: torch.device) -> PreparedPack:
+        """The same on `device`, without waiting for it."""
+        small = ("input_ids", "loss_mask", "position_ids")
+        uploaded: dict[str, Any] = {name: upload(getattr(self.batch, name), device) for name in small}
+        batch = replace(self.batch, **uploaded)
+        return PreparedPack(
+            batch.to(device),
+            self.num_loss_tokens,
+            None if self.documents is None else upload(self.documents, device),
+            None if self.plan is None else self.plan.to(device),
+        )
+
+
+class Eagle3:
+    """EAGLE-3 as the loop sees it (`infra.training.algorithm.Algorithm`)."""
+
+    def objective(self, spec: TrainSpec, vocab: bytes, *, cuda: bool) -> Objective:
+        from infra.vocab import VocabMap
+
+        model = build_model(
+            spec.train,
+            VocabMap.from_bytes(vocab),
+            spec.verifier_path,
+            spec.aux_hidden_state_layer_ids,
+            trust_remote_code=spec.trust_remote_code,
+            attention="simple_flex_attention" if cuda else "eager",
+        )
+        kind = spec.train.implementation
+        if kind == "auto":
+            kind = "packed" if cuda else "rows"
+        return Eagle3Objective(model, spec.train, kind, compiled=cuda)
+
+
+class Eagle3Objective(Objective):
+    """The draft and its loss.
 
     Args:
         model: an Eagle3DraftModel.
-        implementation: `rows` or `library` (see TrainConfig.implementation).
+        implementation: `rows`, `packed` or `library` (see TrainConfig.implementation). The first two are written
+            for KL, and `packed` for the common shapes of a draft: anything else goes through the library.
+        compiled: whether `packed` compiles its pieces.
     """
 
-    def __init__(self, model: Any, config: TrainConfig, implementation: str) -> None:
+    def __init__(self, model: Any, config: TrainConfig, implementation: str, *, compiled: bool = False) -> None:
         super().__init__()
         self.model = model
         self.config = config
-        # The chunked loss is written for KL; every other loss goes through the library.
-        self.rows = implementation == "rows" and config.loss == "kl_div"
+        self.implementation = _implementation(model, config, implementation)
+        self.fallback = "library" if self.implementation == "packed" else "rows"
+        self.capacity: int | None = None
+        self.sums_shape = (config.ttt_steps, len(SUM_COLUMNS))
+        dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        self.packed = PackedForward(dtype, compiled=compiled, recompute=config.activation_checkpointing)
 
-    def forward(self, batch: PackedBatch, num_loss_tokens: int) -> tuple[Tensor, Tensor]:
-        """One packed sequence.
+    def prepare(self, batch: PackedBatch) -> PreparedPack:
+        """What `forward` takes, of a batch on the CPU."""
+        plan = documents = None
+        if self.implementation == "packed":
+            config = self.config
+            plan = plan_pack(batch, config.total_seq_len, config.ttt_steps, config.num_layers, self.capacity)
+        elif self.implementation == "library":
+            documents = batch.document_ids
+        return PreparedPack(batch, batch.num_loss_tokens, documents, plan)
 
-        Args:
-            num_loss_tokens: trained tokens of the whole optimizer step, over all packs and ranks: every token
-                weighs the same, however the samples fell into packs.
+    def expect(self, packs: Sequence[tuple[int, int]]) -> None:
+        # A trained token has a row at each TTT step: its own and those just before its sample's answer.
+        rows = [tokens + (self.config.ttt_steps - 1) * samples for tokens, samples in packs]
+        self.capacity = row_capacity(rows, self.config.total_seq_len)
 
-        Returns:
-            The loss (to be summed over packs and ranks), and sums [ttt_steps, len(SUM_COLUMNS)] in float64.
-        """
-        run = self._forward_rows if self.rows else self._forward_library
-        return run(batch, num_loss_tokens)
+    def examples(self) -> list[PackedBatch]:
+        num_tokens, width = self.config.total_seq_len, self.model.hidden_size
+        aux_width = self.model.fc.weight.shape[1]
+        draw = torch.Generator().manual_seed(0)
+        aux = torch.randn(num_tokens, aux_width, generator=draw).bfloat16()
+        last = torch.randn(num_tokens, width, generator=draw).bfloat16()
+        places = torch.arange(num_tokens)
+        return [
+            PackedBatch(aux, places * 0, places >= num_tokens - num_rows, places + 1, last, (num_tokens,))
+            for num_rows in {num_tokens, min(num_tokens, (self.capacity or num_tokens) // 2)}
+        ]
 
-    def _forward_rows(self, batch: PackedBatch, num_loss_tokens: int) -> tuple[Tensor, Tensor]:
-        plan = plan_rows(batch, self.config.ttt_steps)
-        decays = [self.config.ttt_step_loss_decay**step for step in range(self.config.ttt_steps)]
-        weights = [plan.valid[step].float() * (decay / num_loss_tokens) for step, decay in enumerate(decays)]
-        steps = forward_rows(self.model, batch, plan, weights)
-        sums = torch.zeros(len(steps), len(SUM_COLUMNS), dtype=torch.float64)
+    def forward(self, pack: PreparedPack, num_loss_tokens: int) -> tuple[Tensor, Tensor]:
+        run = {"rows": self._forward_rows, "packed": self._forward_packed, "library": self._forward_library}
+        return run[self.implementation](pack, num_loss_tokens)
+
+    def _forward_rows(self, pack: PreparedPack, num_loss_tokens: int) -> tuple[Tensor, Tensor]:
+        plan = plan_rows(pack.batch, self.config.ttt_steps)
+        weights = self._row_weights(plan.valid, num_loss_tokens)
+        return self._summed(forward_rows(self.model, pack.batch, plan, weights), num_loss_tokens)
+
+    def _forward_packed(self, pack: PreparedPack, num_loss_tokens: int) -> tuple[Tensor, Tensor]:
+        assert pack.plan is not None
+        weights = self._row_weights(pack.plan.valid, num_loss_tokens)
+        batch = pack.batch.padded_to(pack.plan.num_tokens)
+        with torch.autocast(batch.input_ids.device.type, enabled=False):
+            return self._summed(self.packed(self.model, batch, pack.plan, weights), num_loss_tokens)
+
+    def _row_weights(self, valid: Tensor, num_loss_tokens: int) -> list[Tensor]:
+        decay = self.config.ttt_step_loss_decay
+        return [valid[step].float() * (decay**step / num_loss_tokens) for step in range(self.config.ttt_steps)]
+
+    def _summed(self, steps: list[StepSums], num_loss_tokens: int) -> tuple[Tensor, Tensor]:
+        table = []
         standing: Tensor | None = None
         for index, step in enumerate(steps):
             eligible = step.valid if standing is None else step.valid & standing
             standing = eligible & step.correct
-            sums[index] = torch.stack(
-                [
-                    step.loss.detach() / decays[index] * num_loss_tokens,
-                    step.valid.sum(),
-                    standing.sum(),
-                    eligible.sum(),
-                ]
-            ).double()
-        return torch.stack([step.loss for step in steps]).sum(), sums
+            weight = self.config.ttt_step_loss_decay**index / num_loss_tokens
+            counts = (step.valid.sum(), standing.sum(), eligible.sum())
+            table.append(torch.stack([step.loss.detach() / weight, *counts]).double())
+        return torch.stack([step.loss for step in steps]).sum(), torch.stack(table)
 
-    def _forward_library(self, batch: PackedBatch, num_loss_tokens: int) -> tuple[Tensor, Tensor]:
+    def _forward_library(self, pack: PreparedPack, num_loss_tokens: int) -> tuple[Tensor, Tensor]:
         from speculators.losses import resolve_loss_config
 
+        assert pack.documents is not None
         config = self.config
-        share = batch.num_loss_tokens / num_loss_tokens
-        documents = batch.document_ids
-        padded = batch.padded_to(config.total_seq_len)
-        documents = nn.functional.pad(documents, (0, padded.num_tokens - batch.num_tokens), value=-1)
+        batch = pack.batch.padded_to(config.total_seq_len)
+        missing = batch.num_tokens - pack.batch.num_tokens
+        documents = nn.functional.pad(pack.documents, (0, missing), value=-1)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         _, loss, metrics = self.model(
-            padded.hidden_states.to(dtype)[None],
-            padded.input_ids[None],
+            batch.hidden_states.to(dtype)[None],
+            batch.input_ids[None],
             documents[None],
-            loss_mask=padded.loss_mask[None],
-            position_ids=padded.position_ids[None],
-            verifier_last_hidden_states=padded.verifier_last_hidden_states.to(dtype)[None],
+            loss_mask=batch.loss_mask[None],
+            position_ids=batch.position_ids[None],
+            verifier_last_hidden_states=batch.verifier_last_hidden_states.to(dtype)[None],
             ttt_steps=config.ttt_steps,
             ttt_step_loss_decay=config.ttt_step_loss_decay,
             loss_config=resolve_loss_config(config.loss, "eager"),
         )
-        rows = float(batch.num_loss_tokens)
+        rows = metrics["loss_0_sum"].new_tensor(0.0) + pack.num_loss_tokens
         table = [
-            [
-                float(metrics[f"loss_{step}_sum"]) / config.ttt_step_loss_decay**step * rows,
-                rows,
-                float(metrics[f"cond_acc_{step}_sum"]),
-                float(metrics[f"cond_acc_{step}_total"]),
-            ]
+            torch.stack(
+                [
+                    metrics[f"loss_{step}_sum"] / config.ttt_step_loss_decay**step * rows,
+                    rows,
+                    metrics[f"cond_acc_{step}_sum"],
+                    metrics[f"cond_acc_{step}_total"],
+                ]
+            )
             for step in range(config.ttt_steps)
         ]
-        return loss * share, torch.tensor(table, dtype=torch.float64)
+        return loss * (pack.num_loss_tokens / num_loss_tokens), torch.stack(table).double()
+
+
+def _implementation(model: Any, config: TrainConfig, wanted: str) -> str:
+    """`wanted`, or `library` where that cannot compute this draft or loss."""
+    problem = None
+    if wanted != "library" and config.loss != "kl_div":
+        problem = f"it is written for kl_div, not {config.loss}"
+    elif wanted == "packed":
+        problem = unsupported(model)
+    if problem is None:
+        return wanted
+    logger.info("The %s forward pass is not taken: %s. speculators' own is.", wanted, problem)
+    return "library"

@@ -1,23 +1,27 @@
-"""The training loop: one process per rank, resumable at every step."""
+"""The training loop: one process per rank, resumable at every step.
+
+A run may be resumed on another number of ranks, or distributed in another way: the batches and their order are the
+same. Only sums (of gradients, of norms) are then taken in another order, so what is learnt is equal up to rounding
+and not bit for bit; ranks that the checkpoint has no random state of keep their own, which training does not draw
+from.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from queue import Queue
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from infra import leases, storage
 from infra.errors import InputError
 from infra.training import checkpoint as checkpoints
+from infra.training.algorithm import Objective, algorithm, trainable_parameters
+from infra.training.batch import PackedBatch
 from infra.training.checkpoint_files import CheckpointRef, withdraw_foreign
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.data import (
@@ -29,15 +33,16 @@ from infra.training.data import (
     index_from_json,
     index_to_json,
 )
-from infra.training.eagle3 import SUM_COLUMNS, Eagle3Objective, build_model, trainable_parameters
+from infra.training.distribution import Distributed, whole
+from infra.training.feed import feed, input_workers, timed
 from infra.training.optimizer import DraftOptimizer
 from infra.training.progress import Meter, MetricsFile, metrics_line, say
 from infra.training.ranks import Ranks, StopRequest, set_up_threads
-from infra.vocab import VocabMap
 
 logger = logging.getLogger("draftsmith.training")
 
-PREFETCHED_STEPS = 3
+# The objective hears of the packs of so many steps, to choose the shapes that it computes.
+EXPECTED_STEPS = 100
 
 
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
@@ -49,25 +54,6 @@ def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
     falls = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
     share = falls[config.schedule] if config.schedule == "constant" else low + (1 - low) * falls[config.schedule]
     return config.learning_rate * share
-
-
-def prefetch(loader: StepLoader, first: int, last: int) -> Iterator[StepBatch]:
-    """Batches of the steps [first, last), made ahead in a thread."""
-    queue: Queue[StepBatch | BaseException] = Queue(maxsize=PREFETCHED_STEPS)
-
-    def make() -> None:
-        try:
-            for step in range(first, last):
-                queue.put(loader.load(step))
-        except BaseException as error:
-            queue.put(error)
-
-    threading.Thread(target=make, name="prefetch", daemon=True).start()
-    for _ in range(first, last):
-        item = queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        yield item
 
 
 class Trainer:
@@ -87,37 +73,29 @@ class Trainer:
         self.spec, self.config, self.ranks = spec, config, ranks
         self.stop = StopRequest()
         set_up_threads(config, ranks)
-        store = ShardStore(spec.hidden_states_uri, config.shuffle_window_shards)
+        store = ShardStore(
+            spec.hidden_states_uri, config.shuffle_window_shards, int(config.shard_cache_gib * 2**30)
+        )
         index = ranks.share_bytes(index_to_json(build_index(store, config)) if ranks.rank == 0 else None)
         self.index = index_from_json(index)
         self.schedule = Schedule(self.index, config)
         self.loader = StepLoader(store, self.schedule, config, ranks.rank, ranks.world)
-        self.validation = self.loader.validation()
-        self._build()
-        self.sums = torch.zeros(config.ttt_steps, len(SUM_COLUMNS), dtype=torch.float64)
+        objective = algorithm(config).objective(spec, storage.get(spec.vocab_uri), cuda=ranks.cuda)
+        some = range(min(EXPECTED_STEPS, self.schedule.num_steps))
+        packs = [pack for step in some for pack in self.schedule.packs_of_step(step)]
+        objective.expect([(sum(sample.num_loss_tokens for sample in pack), len(pack)) for pack in packs])
+        objective.to(ranks.device)
+        if ranks.cuda:
+            settle(objective, ranks)
+        self.objective = Distributed(objective, config, ranks)
+        self.prepare = objective.prepare
+        self.parameters = trainable_parameters(objective.model)
+        self.optimizer = DraftOptimizer(config, self.parameters)
+        self.sums = torch.zeros(objective.sums_shape, dtype=torch.float64, device=ranks.device)
+        self.gradient_norm = torch.zeros(())
         self.step = 0
         self.metrics: MetricsFile | None = None
-
-    def _build(self) -> None:
-        spec, config = self.spec, self.config
-        kind = config.implementation
-        if kind == "auto":
-            kind = "library" if self.ranks.cuda else "rows"
-        model = build_model(
-            config,
-            VocabMap.from_bytes(storage.get(spec.vocab_uri)),
-            spec.verifier_path,
-            spec.aux_hidden_state_layer_ids,
-            trust_remote_code=spec.trust_remote_code,
-            attention="simple_flex_attention" if self.ranks.cuda else "eager",
-        )
-        objective = Eagle3Objective(model.to(self.ranks.device), config, kind)
-        self.parameters = trainable_parameters(model)
-        self.objective: nn.Module = objective
-        if self.ranks.world > 1:
-            ids = [self.ranks.device.index] if self.ranks.cuda else None
-            self.objective = DistributedDataParallel(objective, device_ids=ids, broadcast_buffers=False)
-        self.optimizer = DraftOptimizer(config, self.parameters)
+        self.copies, self.writer = checkpoints.HostCopies(), checkpoints.CheckpointWriter()
 
     def run(self) -> Literal["done", "stopped", "superseded"]:
         """Train to the last step.
@@ -137,20 +115,30 @@ class Trainer:
                 num_loss_tokens_per_epoch=sum(sample.num_loss_tokens for sample in train_samples),
                 ranks=self.ranks.world,
             )
+        try:
+            outcome = self._train()
+        finally:
+            self.writer.wait()
+        # No rank leaves the others while the last checkpoint is being written.
+        self.ranks.barrier()
+        return outcome
+
+    def _train(self) -> Literal["done", "stopped", "superseded"]:
         first, last = self.step, self.schedule.num_steps
-        batches = prefetch(self.loader, first, last)
+        device = self.ranks.device
+        batches = feed(self.loader, first, last, device, input_workers(self.config, device))
         meter = Meter()
         for self.step in range(first + 1, last + 1):
             with meter.waiting():
                 batch = next(batches)
-            self._train_step(batch)
+            self._train_step(batch, meter)
             meter.count(batch.num_tokens)
             at_end = self.step == last
             if self.step % self.config.log_every_steps == 0 or at_end:
                 self._log_training(meter)
             if self.step % self.config.validate_every_steps == 0 or at_end:
                 with meter.paused():
-                    self._validate()
+                    self._validate(batch.validation)
             stopping = self.ranks.any(self.stop.asked)
             if self.step % self.config.checkpoint_every_steps == 0 or at_end or stopping:
                 if self._superseded():
@@ -161,29 +149,29 @@ class Trainer:
                 return "stopped"
         return "done"
 
-    def _train_step(self, batch: StepBatch) -> None:
-        for number, pack in enumerate(batch.packs):
-            # Gradients travel between ranks once a step, with the last pack.
-            quiet = self.ranks.world > 1 and number + 1 < len(batch.packs)
-            held: Any = self.objective.no_sync() if quiet else contextlib.nullcontext()  # type: ignore[operator]
-            with held:
-                loss, sums = self._objective(pack.to(self.ranks.device), batch.num_loss_tokens)
-                # DistributedDataParallel takes the mean over ranks, the loss is a sum over them.
+    def _train_step(self, batch: StepBatch, meter: Meter) -> None:
+        last = len(batch.packs) - 1
+        for number, pack in enumerate(timed(batch.packs, meter)):
+            with self.objective.accumulating(number == last):
+                loss, sums = self._objective(self.objective, pack, batch.num_loss_tokens)
+                # The gradient is the mean over ranks, the loss is a sum over them.
                 (loss * self.ranks.world).backward()  # type: ignore[no-untyped-call]
             self.sums += sums
-        torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_gradient_norm)
+        # Stays on the device: nothing of a step waits for it, until a line is logged.
+        self.gradient_norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_gradient_norm)
         self.optimizer.step(learning_rate(self.config, self.step - 1, self.schedule.num_steps))
 
-    def _objective(self, pack: Any, num_loss_tokens: int) -> tuple[Tensor, Tensor]:
+    def _objective(self, run: Callable[..., Any], pack: PackedBatch, num_loss_tokens: int) -> tuple[Tensor, Tensor]:
         low = self.config.precision == "bf16"
         with torch.autocast(self.ranks.device.type, dtype=torch.bfloat16, enabled=low):
-            found: tuple[Tensor, Tensor] = self.objective(pack, num_loss_tokens)
+            found: tuple[Tensor, Tensor] = run(self.prepare(pack).to(self.ranks.device), num_loss_tokens)
         return found
 
     def _log_training(self, meter: Meter) -> None:
         sums = self.ranks.sum(self.sums)
         self.sums.zero_()
         tokens_per_second, input_wait_seconds = meter.take()
+        gradient_norm = float(whole(self.gradient_norm))
         rate = learning_rate(self.config, self.step - 1, self.schedule.num_steps)
         if self.metrics is not None:
             self.metrics.append(
@@ -195,38 +183,31 @@ class Trainer:
                     num_steps=self.schedule.num_steps,
                     epoch=self.schedule.epoch_of_step(self.step - 1),
                     learning_rate=rate,
+                    gradient_norm=gradient_norm,
                     tokens_per_second=tokens_per_second,
                     input_wait_seconds=input_wait_seconds,
                 )
             )
 
     @torch.no_grad()
-    def _validate(self) -> None:
+    def _validate(self, packs: Iterable[PackedBatch]) -> None:
         if not self.schedule.validation:
             return
         sums = torch.zeros_like(self.sums)
-        for pack in self.validation:
-            sums += self._bare(pack)
-        sums = self.ranks.sum(sums)
+        with self.objective.alone() as objective:
+            for pack in packs:
+                sums += self._objective(objective, pack, max(1, pack.num_loss_tokens))[1]
+        total = self.ranks.sum(sums)
         if self.metrics is not None:
             self.metrics.append(
                 metrics_line(
                     "validation",
                     self.step,
-                    sums,
+                    total,
                     self.config.ttt_step_loss_decay,
                     num_steps=self.schedule.num_steps,
                 )
             )
-
-    def _bare(self, pack: Any) -> Tensor:
-        """Without DistributedDataParallel: ranks may have different numbers of validation packs."""
-        module = self.objective.module if isinstance(self.objective, DistributedDataParallel) else self.objective
-        low = self.config.precision == "bf16"
-        with torch.autocast(self.ranks.device.type, dtype=torch.bfloat16, enabled=low):
-            _, sums = module(pack.to(self.ranks.device), max(1, pack.num_loss_tokens))
-        found: Tensor = sums
-        return found
 
     def _superseded(self) -> bool:
         """Whether the lease is under another epoch now. One rank looks, all are told."""
@@ -250,33 +231,57 @@ class Trainer:
             text = found.metrics
             if self.ranks.rank == 0:
                 values = [float.fromhex(value) for value in found.state["sums"]]
-                self.sums = torch.tensor(values, dtype=torch.float64).view_as(self.sums)
+                self.sums.copy_(torch.tensor(values, dtype=torch.float64).view_as(self.sums))
             logger.info("Resuming from step %d of %d", self.step, self.schedule.num_steps)
         if self.ranks.rank == 0:
             self.metrics = MetricsFile(Path(spec.metrics_path), text)
 
     def _save(self) -> None:
-        ref = CheckpointRef(self.step, self.spec.lease_epoch)
+        """Gather everything in rank 0's memory; it is written while training goes on."""
+        self.writer.wait()
+        config, spec = self.config, self.spec
+        ref = CheckpointRef(self.step, spec.lease_epoch)
         gathered = self.ranks.sum(self.sums)
-        self.sums = gathered if self.ranks.rank == 0 else torch.zeros_like(self.sums)
-        checkpoints.write_rank_file(self.spec.draft_uri, ref, self.ranks.rank)
-        self.ranks.barrier()
-        if self.metrics is not None:
-            state = {
-                "num_steps": self.schedule.num_steps,
-                "ranks": self.ranks.world,
-                "inputs_sha256": self.spec.inputs_sha256,
-                # Hexadecimal floats come back bit for bit.
-                "sums": [value.hex() for value in self.sums.flatten().tolist()],
-                "learning_rate": learning_rate(self.config, self.step - 1, self.schedule.num_steps),
-            }
-            checkpoints.write(
-                self.spec.draft_uri,
-                ref,
-                self.parameters,
-                self.optimizer,
-                state,
-                self.metrics.text,
-                self.ranks.world,
-            )
-        self.ranks.barrier()
+        # From here on rank 0 has the sums of all.
+        self.sums.copy_(gathered if self.ranks.rank == 0 else torch.zeros_like(gathered))
+        rank_states = self.ranks.gather_bytes(checkpoints.rank_state())
+        keep = self.metrics is not None
+        weights = self.copies.take(self.parameters, keep=keep)
+        optimizer = self.copies.take(self.optimizer.tensors(), keep=keep)
+        if self.metrics is None:
+            return
+        state = {
+            "num_steps": self.schedule.num_steps,
+            "ranks": self.ranks.world,
+            "inputs_sha256": spec.inputs_sha256,
+            # Hexadecimal floats come back bit for bit.
+            "sums": [value.hex() for value in gathered.flatten().tolist()],
+            "learning_rate": learning_rate(config, self.step - 1, self.schedule.num_steps),
+        }
+        text = self.metrics.text
+        self.writer.start(
+            lambda: checkpoints.write(spec.draft_uri, ref, weights, optimizer, state, text, rank_states)
+        )
+
+
+def settle(objective: Objective, ranks: Ranks) -> None:
+    """Compile the objective, and take its fallback where that fails: on every rank, or on none.
+
+    Effects:
+        What compiled code needs is made here, so the first step takes no longer than the others.
+    """
+    for _ in range(3):
+        problem = ""
+        try:
+            for batch in objective.examples():
+                loss, _ = objective(objective.prepare(batch).to(ranks.device), batch.num_loss_tokens)
+                torch.autograd.backward(loss)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            logger.warning("The %s forward pass cannot run here (%s).", objective.implementation, problem)
+        objective.zero_grad()
+        if not ranks.any(bool(problem)):
+            break
+        logger.warning("Training takes the %s forward pass instead.", objective.fallback)
+        objective.implementation, objective.fallback = objective.fallback, "rows"
+    torch.cuda.empty_cache()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from infra.training.config import TrainConfig
+from infra.training.distribution import fit
 
 # Weights that are matrices but stand for tokens one by one.
 TOKEN_MATRICES = ("embed_tokens", "lm_head")
@@ -62,9 +63,9 @@ class DraftOptimizer:
             optimizer.zero_grad()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state, by `<parameter>|<name>`, on the CPU."""
+        """The whole state, by `<parameter>|<name>`, as it lies on this rank (sharded where its parameter is)."""
         return {
-            f"{name}|{key}": held.detach().cpu().contiguous()
+            f"{name}|{key}": held.detach()
             for optimizer in self._optimizers
             for name, value in self.parameters.items()
             if value in optimizer.state
@@ -72,12 +73,12 @@ class DraftOptimizer:
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put the state of `tensors()` back."""
+        """Put the state of `tensors()` back, each tensor whole."""
         for optimizer in self._optimizers:
             mine = {id(value) for group in optimizer.param_groups for value in group["params"]}
             for name, value in self.parameters.items():
                 state = {
-                    key.removeprefix(f"{name}|"): held.to(value.device)
+                    key.removeprefix(f"{name}|"): fit(held, value)
                     for key, held in tensors.items()
                     if key.startswith(f"{name}|")
                 }

@@ -14,7 +14,10 @@ from infra.training.config import TrainConfig
 
 
 class Ranks:
-    """This process among the ranks; one process alone needs no process group."""
+    """This process among the ranks; one process alone needs no process group.
+
+    Tensors on a GPU travel by NCCL. Votes and bytes are on the CPU and travel by gloo, so no GPU is waited for.
+    """
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -25,13 +28,13 @@ class Ranks:
         if self.cuda:
             torch.cuda.set_device(self.device)
         if self.world > 1:
-            dist.init_process_group("nccl" if self.cuda else "gloo")
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.cuda else "gloo")
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks; a new tensor on the CPU."""
         if self.world == 1:
-            return values.clone()
-        shared = values.clone().to(self.device)
+            return values.cpu().clone()
+        shared = values.clone()
         dist.all_reduce(shared)
         return shared.cpu()
 
@@ -39,8 +42,7 @@ class Ranks:
         return bool(self.sum(torch.tensor(float(value))) > 0)
 
     def barrier(self) -> None:
-        if self.world > 1:
-            dist.barrier()
+        self.any(False)
 
     def share_bytes(self, data: bytes | None) -> bytes:
         """Rank 0's bytes, on every rank."""
@@ -51,9 +53,21 @@ class Ranks:
         buffer = torch.zeros(int(size), dtype=torch.uint8)
         if data is not None:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        buffer = buffer.to(self.device)
         dist.broadcast(buffer, src=0)
-        return buffer.cpu().numpy().tobytes()
+        return buffer.numpy().tobytes()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in the order of the ranks, on every rank."""
+        if self.world == 1:
+            return [data]
+        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes[self.rank] = len(data)
+        sizes = self.sum(sizes)
+        mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(parts, mine)
+        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes.tolist(), strict=True)]
 
     def close(self) -> None:
         if self.world > 1:

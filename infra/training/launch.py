@@ -1,0 +1,33 @@
+"""The torchrun command that trains."""
+
+from __future__ import annotations
+
+import sys
+
+from infra.errors import InputError
+from infra.training.config import TrainConfig
+
+
+def torchrun_command(config: TrainConfig, spec: str, node_rank: int = 0) -> list[str]:
+    """What starts the ranks of one node.
+
+    Args:
+        spec: path or URI of a TrainSpec, readable on that node.
+        node_rank: which of the nodes; rank 0, which tells how it goes, is on node 0.
+
+    Raises:
+        InputError: several nodes have no place to find one another.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.num_ranks}"]
+    if config.num_nodes == 1:
+        command.append("--standalone")
+    else:
+        host, _, port = config.rendezvous_endpoint.rpartition(":")
+        if not host or not port.isdecimal():
+            raise InputError(
+                "train.rendezvous_endpoint",
+                f"{config.num_nodes} nodes need one, as host:port; it is {config.rendezvous_endpoint!r}",
+            )
+        command += [f"--nnodes={config.num_nodes}", f"--node-rank={node_rank}"]
+        command += [f"--master-addr={host}", f"--master-port={port}"]
+    return [*command, f"--max-restarts={config.max_restarts}", "-m", "infra.training", spec]
