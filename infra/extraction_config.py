@@ -36,8 +36,9 @@ class ExtractConfig(Config):
     """GPUs of each engine, by number or UUID. By default several engines share out the visible GPUs in order, each
     as many as its parallel sizes (tensor x pipeline) need."""
     shards_per_engine: int = Field(default=2, ge=1)
-    """Shards that one engine has at a time: while it computes one, the others are checked, encoded and written, each
-    by a thread and whole in memory. More pay where an engine outruns two threads: a small verifier on a GPU."""
+    """Shards that one engine has at a time: while it computes one, the others are checked, encoded and written,
+    each by a thread and whole in memory. More pay where an engine outruns two threads,
+    as a small verifier on a GPU does."""
     timeout_seconds: float = Field(default=3600.0, gt=0.0)
     """How long one request may take before the engine counts as hung and is ended."""
     staging_folder: str | None = None
