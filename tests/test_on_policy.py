@@ -85,6 +85,12 @@ def test_the_text_of_another_model_is_refused(head: VerifierHead, temperature: f
     assert total_problem(sum((judged(head, answer) for answer in others), OnPolicy()), CONFIG)
 
 
+@pytest.mark.parametrize("config", [OnPolicyConfig(margin_top1=0.999), OnPolicyConfig(margin_nats=1000)])
+def test_likelihood_and_first_choices_each_refuse_by_themselves(head: VerifierHead, config: OnPolicyConfig) -> None:
+    for answer in answers(0.7, 20, seed=OTHER_MODEL):
+        assert problem(judged(head, answer, config), config)
+
+
 def test_text_sampled_at_another_temperature_than_said_shows_in_the_total(head: VerifierHead) -> None:
     hotter = [Answered({**each.response, "temperature": 0.7}, each.states) for each in answers(1.2, 40)]
     cooler = [Answered({**each.response, "temperature": 1.2}, each.states) for each in answers(0.7, 40)]

@@ -251,7 +251,17 @@ def test_short_and_repetitive_samples_pass(checks: StateChecks) -> None:
         {**row, "sample_id": "over and over", "input_ids": ids, "loss_mask": mask},
         states_of(MODEL, torch.tensor([ids]))[0],
     )
-    assert errors(built([*short, long], checks)) == {}
+    # One token says most of the text, and its states are an attention sink's.
+    sinks = Answered(
+        {
+            **row,
+            "sample_id": "sinks",
+            "input_ids": row["input_ids"] + [7] * 200,
+            "loss_mask": row["loss_mask"] + [False] * 200,
+        },
+        torch.cat([whole.states, (100 * whole.states[:1]).expand(200, -1, -1)]),
+    )
+    assert errors(built([*short, long, sinks], checks)) == {}
 
 
 def test_an_id_outside_the_head_is_refused(checks: StateChecks) -> None:
