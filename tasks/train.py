@@ -16,6 +16,7 @@ from infra.locations import log_file
 from infra.manifest import ShardRecord, StageRef, inputs_sha256
 from infra.processes import GuardedProcess, end_stale, log_tail, process_token
 from infra.training.config import TrainConfig, TrainSpec
+from infra.training.input_checks import check_hidden_states
 from infra.training.launch import torchrun_command
 from infra.training.progress import parse
 from infra.verifier import Verifier
@@ -52,6 +53,13 @@ async def train_draft(
         LeaseLost: the trainer saw that another run has taken the lease.
         DamagedShard, InputError, StageFailed: as the trainer said.
     """
+    await asyncio.to_thread(
+        check_hidden_states,
+        stage.upstream_uri("hidden_states"),
+        verifier_revision=verifier.revision,
+        hidden_size=verifier.hidden_size,
+        layer_ids=layer_ids,
+    )
     token = process_token(stage.uri, "train")
     await asyncio.to_thread(end_stale, token)
     with tempfile.TemporaryDirectory(prefix="draftsmith-train-") as folder:

@@ -158,7 +158,7 @@ async def test_out_and_in_again_is_the_same(tree: dict[str, Any], tmp_path: Path
 async def test_training_reads_it(tree: dict[str, Any]) -> None:
     stages = await imported(pipeline(tree))
     config = TrainConfig(total_seq_len=16, num_steps=2, global_batch=2, validation_share=0.0)
-    store = ShardStore(stages["hidden_states"].uri, max_shards=2)
+    store = ShardStore(stages["hidden_states"].uri, 2)
     index = build_index(store, config)
     assert len(index) == len(LENGTHS)
     batch = StepLoader(store, Schedule(index, config), config, rank=0, world=1).load(0)
