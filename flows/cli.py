@@ -65,7 +65,7 @@ def _config(options: argparse.Namespace) -> PipelineConfig:
 
 def _run(options: argparse.Namespace) -> int:
     from flows.embedded_prefect import prefect_api
-    from flows.interchange import refuse_unfit_import
+    from flows.import_checks import refuse_unfit_import
     from flows.resolve import resolve
     from infra.storage import check_root
 
@@ -113,7 +113,7 @@ def _headline(outcome: dict[str, Any]) -> str:
 
 def _plan(options: argparse.Namespace) -> int:
     from flows.forecast import forecast
-    from flows.interchange import refuse_unfit_import
+    from flows.import_checks import refuse_unfit_import
     from flows.resolve import resolve
 
     config = _config(options)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.config import PipelineConfig
+from flows.import_checks import refuse_unfit_import
 from flows.resolve import resolve
 from flows.stage import Stages, StageWork, inspect, own_inputs, refuse_failed_rows, run_all
 from infra import manifest, storage
@@ -23,13 +24,12 @@ from infra.extraction_budget import EXPECTED_RATIO, readable, room_said, stage_t
 from infra.extraction_config import resolve_layer_ids
 from infra.hidden_states import HiddenStatesMeta
 from infra.interchange import DataFolder
-from infra.interchange_checks import Wanted, check_import
 from infra.interchange_export import export_states
-from infra.interchange_import import IMPORTED, ImportConfig, import_revision, open_folder
+from infra.interchange_import import ImportConfig, import_revision, open_folder
 from infra.manifest import Shard
 from infra.state_checks import StateChecks, open_head
 from infra.state_verdict import refuse_bad_states
-from infra.verifier import resolve_revision, resolve_shape, verifier_name
+from infra.verifier import resolve_shape
 from infra.verifier_head import VerifierHead
 from tasks.interchange import import_responses, import_states
 from tasks.progress import StageProgress
@@ -37,23 +37,6 @@ from tasks.verifier import materialize_verifier
 
 # Reading and encoding share out the cores; more shards at once are more of them in memory.
 SHARDS_AT_ONCE = 2
-
-
-def refuse_unfit_import(config: PipelineConfig, stages: Stages) -> None:
-    """Raise InputError where a folder that is still to be imported does not fit the verifier."""
-    made = (manifest.read_manifest(stages[name].uri) for name in ("responses", "hidden_states"))
-    if config.import_states is None or all(each is not None for each in made):
-        return
-    shape = resolve_shape(config.verifier)
-    wanted = Wanted(
-        verifier=verifier_name(config.verifier),
-        verifier_revision=resolve_revision(config.verifier),
-        hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
-        layer_ids=tuple(resolve_layer_ids(config.extract, shape)),
-        max_failed_share=config.extract.max_failed_share,
-    )
-    check_import(config.import_states, wanted, stages["responses"].content["revisions"][IMPORTED])
 
 
 def plan_import(config: PipelineConfig, stages: Stages) -> list[Shard]:

@@ -6,6 +6,8 @@ import json
 import logging
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from flows.cli import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, main
 from flows.config import load_config
 from flows.resolve import resolve
 from infra import manifest
+from infra.locations import project_home
 from infra.manifest import Shard, StageRef
 from infra.schemas import STAGES
 
@@ -191,3 +194,19 @@ def flip_one_byte(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def test_run_imports_no_prefect_before_there_is_a_server(tmp_path: Path) -> None:
+    """Prefect would start a temporary server of its own, which outlives a killed run."""
+    code = (
+        "import sys\n"
+        "import flows.embedded_prefect\n"
+        "def nothing():\n"
+        "    sys.exit(f'prefect imported: {\"prefect\" in sys.modules}')\n"
+        "flows.embedded_prefect.prefect_api = nothing\n"
+        "from flows.cli import main\n"
+        "main(['run', 'deployments/smoke.yaml', '--set', f'root={sys.argv[1]}'])\n"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, cwd=project_home())
+    assert done.stderr.splitlines()[-1] == "prefect imported: False"

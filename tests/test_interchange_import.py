@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from flows.config import PipelineConfig
 from flows.extract import plan_shards
 from flows.forecast import forecast, status
-from flows.interchange import plan_import, refuse_unfit_import
+from flows.import_checks import refuse_unfit_import
+from flows.interchange import plan_import
 from flows.resolve import resolve
 from infra import manifest, storage
 from infra.errors import InputError

@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict, load_from_disk
 
 from flows.cli import EXIT_WRONG_INPUT, main
 from flows.config import load_config
-from flows.interchange import refuse_unfit_import
+from flows.import_checks import refuse_unfit_import
 from flows.resolve import resolve
 from infra.errors import InputError
 from tests.fakes.data_folder import (
