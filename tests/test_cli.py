@@ -196,6 +196,7 @@ def flip_one_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.seconds
 def test_run_imports_no_prefect_before_there_is_a_server(tmp_path: Path) -> None:
     """Prefect would start a temporary server of its own, which outlives a killed run."""
     code = (

@@ -17,6 +17,8 @@ from infra.verifier import Verifier
 from infra.verifier_head import UnknownHead, VerifierHead
 from tests.fakes.tiny_verifier import HIDDEN_SIZE, VOCAB_SIZE, Answered, answers, save, states_of, tiny_model
 
+pytestmark = pytest.mark.seconds  # a small model writes its own text first
+
 MODEL = tiny_model()
 OTHER_MODEL = 1  # its seed
 CONFIG = OnPolicyConfig()

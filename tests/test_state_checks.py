@@ -32,6 +32,8 @@ from tests.fakes.tiny_verifier import (
     tiny_model,
 )
 
+pytestmark = pytest.mark.seconds  # a small model writes its own text first
+
 META = HiddenStatesMeta(layer_ids=(2, 15, 27, 30), hidden_size=8, verifier_revision="abc")
 TINY = HiddenStatesMeta(layer_ids=LAYER_IDS, hidden_size=HIDDEN_SIZE, verifier_revision="tiny", encoding="bf16")
 MODEL = tiny_model()
