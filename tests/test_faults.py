@@ -170,6 +170,7 @@ def run_over_faulty_store(seed: int, monkeypatch: pytest.MonkeyPatch) -> Counter
     return store.draw.met
 
 
+@pytest.mark.seconds
 def test_a_thousand_faults_of_the_store_lose_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     met: Counter[str] = Counter()
     seed = 0

@@ -20,6 +20,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -329,11 +330,14 @@ def _listening_sockets() -> dict[int, int]:
 
 
 def _socket_inodes(pid: int) -> set[int]:
-    try:
-        names = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
-    except OSError:
-        return set()
-    return {int(name[8:-1]) for name in names if name.startswith("socket:[")}
+    found = set()
+    with suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # closed since it was listed
+                name = os.readlink(path)
+                if name.startswith("socket:["):
+                    found.add(int(name[8:-1]))
+    return found
 
 
 def _read(pid: int, name: str) -> bytes:
