@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
+from typing import NoReturn
 
 from pydantic import ValidationError
 
@@ -23,7 +25,7 @@ from infra.training.ranks import Ranks
 
 
 def main(arguments: list[str]) -> int:
-    """Run one rank. Returns its exit code."""
+    """Run one rank, and end the process with its exit code; returns one where there was nothing to run."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if len(arguments) != 1:
         print(__doc__, file=sys.stderr)
@@ -37,21 +39,31 @@ def main(arguments: list[str]) -> int:
     try:
         trainer = Trainer(spec, ranks)
         outcome = trainer.run()
+        if ranks.rank == 0:
+            say(outcome, step=trainer.step)
+        leave(0 if outcome == "done" else EXIT_RESUME)
     except DraftsmithError as error:
         more = {}
         if isinstance(error, DamagedShard):
             more = {"stage_uri": error.stage_uri, "shard": error.shard, "problem": error.problem}
         say("failed", error_type=type(error).__name__, message=str(error), **more)
-        return 2 if isinstance(error, InputError) else 1
-    if ranks.rank == 0:
-        say(outcome, step=trainer.step)
-    ranks.close()
-    return 0 if outcome == "done" else EXIT_RESUME
+        leave(2 if isinstance(error, InputError) else 1)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process here and now, while all that it holds is still held.
+
+    The destructor of a gloo process group waits for a thread of its own, with Python's lock held, and that thread
+    may be waiting for the lock: a rank that has trained to the last step then never ends. Nor is anything that the
+    prefetching thread still holds worth waiting for.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The prefetching thread may still hold a batch; nothing of it is worth waiting for.
-    os._exit(code)
+    sys.exit(main(sys.argv[1:]))

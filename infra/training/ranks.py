@@ -69,10 +69,6 @@ class Ranks:
         dist.all_gather(parts, mine)
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes.tolist(), strict=True)]
 
-    def close(self) -> None:
-        if self.world > 1:
-            dist.destroy_process_group()
-
 
 class StopRequest:
     """Set by SIGTERM; the loop looks at it after each step."""
