@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from infra.config import CONTENT, Config
@@ -76,6 +76,11 @@ class OnPolicyConfig(Config):
     """How unlikely the shortfall must be besides: sound samples are refused with a probability of exp(-this)."""
     stage_margin_nats: float = Field(default=0.15, gt=0)
     """Least shortfall of the mean log-probability over a whole shard or stage that is refused."""
+
+    @field_validator("on_policy", mode="before")
+    @classmethod
+    def _off_in_yaml(cls, value: object) -> object:
+        return "off" if value is False else value  # what YAML makes of a bare `off`
 
 
 @dataclass(frozen=True)

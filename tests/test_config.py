@@ -200,6 +200,11 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], begins: str, says: str) 
     assert "Traceback" not in err
 
 
+def test_a_bare_off_of_yaml_is_the_word() -> None:
+    config = load_config(str(SMOKE), ["extract.checks.on_policy=off"])
+    assert config.extract.checks.on_policy == "off"
+
+
 def test_the_demos_config_is_valid(interpreter: str) -> None:
     stages = resolve(load_config(str(SMOKE), [f"vllm.python={interpreter}"]))
     assert tuple(stages) == STAGES

@@ -30,7 +30,7 @@ REACH_SECONDS = 420.0  # until the middle of the stage, other work beside it
 # Each is long enough for a cancellation to come in its middle: a worker may take some ten seconds to hear of it.
 LONG_ANSWERS = ("generate.max_tokens=400", "generate.concurrency=2")
 SAMPLE_TOKENS, SAMPLES_PER_SHARD = 480, 40
-UNJUDGED = ('extract.checks.on_policy="off"',)  # random tokens are nobody's own text
+UNJUDGED = ("extract.checks.on_policy=off",)  # random tokens are nobody's own text
 LONG_TRAINING = ("train.num_steps=5000",)
 
 
