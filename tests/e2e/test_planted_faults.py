@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from infra.extraction import BuiltShard, ExtractResult, build_shard
+from infra.extraction import BuiltShard, ExtractConfig, ExtractResult, build_shard
+from infra.extraction_config import states_meta
 from infra.hidden_states import HiddenStatesMeta, decode
 from infra.manifest import read_records
 from infra.schemas import RESPONSES, STATUS_FAILED
@@ -49,9 +50,8 @@ def verifier() -> Verifier:
 
 
 @pytest.fixture(scope="module")
-def meta(finished: Finished, verifier: Verifier) -> HiddenStatesMeta:
-    layer_ids = (2, verifier.num_hidden_layers // 2, verifier.num_hidden_layers - 3, verifier.num_hidden_layers)
-    return HiddenStatesMeta(layer_ids, verifier.hidden_size, verifier.revision)
+def meta(verifier: Verifier) -> HiddenStatesMeta:
+    return states_meta(ExtractConfig(), verifier)
 
 
 @pytest.fixture(scope="module")
