@@ -112,7 +112,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return dict(json.loads(index.read_bytes())["weight_map"])
-    found = {}
+    found: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             found |= dict.fromkeys(file.keys(), path.name)

@@ -115,7 +115,7 @@ def token_ids(folder: Path, verifier_vocab_size: int) -> Tensor:
         )
     if "d2t" in files:
         with safe_open(folder / files["d2t"], framework="pt") as file:
-            offsets = file.get_tensor("d2t").long()
+            offsets: Tensor = file.get_tensor("d2t").long()
         ids = torch.arange(len(offsets)) + offsets
     else:
         ids = torch.arange(num_rows("lm_head.weight") or 0)

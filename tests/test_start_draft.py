@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from infra import manifest
 from infra.errors import InputError
-from infra.fingerprint import sha256_hex
+from infra.fingerprint import sha256_hex, stage_content
+from infra.manifest import Shard, StageRef
 from infra.start_draft import StartConfig, kept_tokens, start_folder, start_revision, token_ids
-from infra.vocab import VocabConfig
+from infra.vocab import FILE_NAME, VocabConfig, VocabMap
+from tasks.vocab import build_vocabulary
 from tests.fakes.hub import COMMIT, UNREACHABLE, run_against, serving
 from tests.fakes.start_draft import write_drafts_stage
 
@@ -122,6 +128,34 @@ def test_its_vocabulary_is_kept_where_asked_for(draft: Path) -> None:
     assert kept.tolist() == [1, 4, 7]
     with pytest.raises(InputError, match="vocab_size 9, but this verifier's has 10"):
         token_ids(draft, 10)
+
+
+async def test_the_vocabulary_stage_takes_it(tmp_path: Path, draft: Path) -> None:
+    content = stage_content("responses", 1, {}, {}, {})
+    responses = StageRef(str(tmp_path), "responses", content)
+    (shard,) = manifest.write_plan(responses, [Shard("00000")])
+    rows = pa.table({"input_ids": [[1, 3, 3, 7]], "loss_mask": [[False, True, True, True]], "status": ["ok"]})
+    sink = io.BytesIO()
+    pq.write_table(rows, sink)
+    manifest.commit_shard(responses, shard, sink.getvalue(), rows=1, status_counts={"ok": 1}, inputs={})
+    manifest.finish(responses, {})
+    stage = StageRef(str(tmp_path), "vocab", stage_content("vocab", 1, {}, {}, {"responses": responses.key}))
+    (planned,) = manifest.write_plan(stage, [Shard("00000", ("responses/00000",), {"file": FILE_NAME})])
+    inputs = manifest.input_records(stage, [planned])
+    config = VocabConfig(draft_vocab_size=3, from_start=True)
+    record = await build_vocabulary.fn(stage, planned, inputs, config, 9, StartConfig(draft=str(draft)))
+    built = VocabMap.from_bytes(manifest.read_shard(stage.uri, record))
+    assert built.token_ids.tolist() == [1, 4, 7]
+    assert record.extra["coverage"] == pytest.approx(1 / 3)
+    with pytest.raises(InputError, match=r"^vocab\.draft_vocab_size: is 4, "):
+        await build_vocabulary.fn(
+            stage,
+            planned,
+            inputs,
+            VocabConfig(draft_vocab_size=4, from_start=True),
+            9,
+            StartConfig(draft=str(draft)),
+        )
 
 
 def test_a_head_of_all_tokens_needs_no_map(tmp_path: Path) -> None:
