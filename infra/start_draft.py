@@ -129,7 +129,7 @@ def token_ids(folder: Path, verifier_vocab_size: int) -> Tensor:
         raise InputError(
             FIELD, f"the start draft's vocabulary map leads outside the verifier's {verifier_vocab_size} tokens"
         )
-    if len(ids.unique()) != len(ids):
+    if len(set(ids.tolist())) != len(ids):
         raise InputError(FIELD, "the start draft's vocabulary map names a token twice")
     return ids
 
