@@ -29,5 +29,7 @@ def plan_shards(stages: Stages) -> list[Shard]:
 
 async def make_vocabulary(work: StageWork) -> None:
     shape = await asyncio.to_thread(resolve_shape, work.config.verifier)
+    config = work.config
     for shard in work.state.missing:
-        await build_vocabulary(work.stage, shard, await work.inputs(), work.config.vocab, shape.vocab_size)
+        inputs = await work.inputs()
+        await build_vocabulary(work.stage, shard, inputs, config.vocab, shape.vocab_size, config.train.init_from)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from infra.folders import tensor_files
 from infra.verifier import text_config
 
 # Wrapped models put a prefix before these; a dot, so that `vision_model.norm` is not taken for `model.norm`.
@@ -143,7 +144,7 @@ class _Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files = dict(_tensor_files(folder))
+        self._files = tensor_files(folder)
 
     def find(self, layouts: tuple[str, ...]) -> str | None:
         """The one tensor of the text model that ends in the first of `layouts` found, without its `.weight`.
@@ -180,18 +181,6 @@ class _Checkpoint:
 
     def tensor_if_there(self, name: str) -> Tensor | None:
         return self.tensor(name) if name in self._files else None
-
-
-def _tensor_files(folder: Path) -> Iterator[tuple[str, str]]:
-    """(tensor, file) of the whole checkpoint: from its index file, else from the header of each file."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        yield from json.loads(index.read_bytes())["weight_map"].items()
-        return
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, path.name
 
 
 def _epsilon(config: Mapping[str, Any]) -> tuple[float, bool]:

@@ -19,6 +19,7 @@ from infra.training.config import TrainConfig, TrainSpec
 from infra.training.input_checks import check_hidden_states
 from infra.training.launch import torchrun_command
 from infra.training.progress import parse
+from infra.training.start import write_start
 from infra.verifier import Verifier
 from tasks.policy import retried_task
 from tasks.progress import StageProgress
@@ -51,6 +52,7 @@ async def train_draft(
     Raises:
         InfrastructureError: the trainer died; the next attempt resumes.
         LeaseLost: the trainer saw that another run has taken the lease.
+        InputError: the hidden states or the start draft do not fit, told before any GPU is taken.
         DamagedShard, InputError, StageFailed: as the trainer said.
     """
     await asyncio.to_thread(
@@ -76,6 +78,8 @@ async def train_draft(
             metrics_path=str(Path(folder, "metrics.jsonl")),
             trust_remote_code=trust_remote_code,
         )
+        if config.init_from is not None:
+            await asyncio.to_thread(write_start, spec)
         # Several nodes read it where they read everything else.
         shared = storage.join(stage.uri, "trainer", f"{lease_epoch}.json")
         spec_uri = str(Path(folder, "spec.json")) if config.num_nodes == 1 else shared

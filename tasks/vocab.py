@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from infra import manifest
 from infra.manifest import Shard, ShardRecord, StageRef
+from infra.start_draft import StartConfig, kept_tokens
 from infra.vocab import VocabConfig, VocabMap, build_map, count_tokens_of_shard
 from tasks.policy import in_thread, retried_task
 
@@ -23,20 +24,30 @@ def build_vocabulary(
     inputs: Mapping[str, ShardRecord],
     config: VocabConfig,
     verifier_vocab_size: int,
+    start: StartConfig | None = None,
 ) -> ShardRecord:
-    """Count the completions' tokens over all responses, choose the most frequent, and commit the map."""
+    """Count the completions' tokens over all responses, choose the most frequent, and commit the map.
+
+    Args:
+        start: the draft that training starts from; with `config.from_start` its tokens are taken.
+
+    Raises:
+        InputError: the start draft's vocabulary is not of this verifier, or not of the size that the config says.
+    """
     responses_uri = stage.upstream_uri("responses")
     counts = (
         count_tokens_of_shard(manifest.read_shard(responses_uri, inputs[name]), verifier_vocab_size)
         for name in shard.inputs
     )
-    built: VocabMap = build_map(config, counts, verifier_vocab_size)
+    kept = kept_tokens(config, start, verifier_vocab_size)
+    built: VocabMap = build_map(config, counts, verifier_vocab_size, kept)
     if built.coverage < LOW_COVERAGE:
         logger.warning(
-            "The draft's vocabulary of %d tokens covers %.1f %% of the generated tokens; a larger "
-            "vocab.draft_vocab_size would raise acceptance. Training goes on.",
+            "The draft's vocabulary of %d tokens covers %.1f %% of the generated tokens; %s would raise "
+            "acceptance. Training goes on.",
             built.draft_vocab_size,
             100 * built.coverage,
+            "one without vocab.from_start" if config.from_start else "a larger vocab.draft_vocab_size",
         )
     return manifest.commit_shard(
         stage,

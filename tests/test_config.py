@@ -86,6 +86,10 @@ WRONG_FIELDS = [
     ),
     pytest.param("generate.max_tokens", -5, "generate.max_tokens", "greater than or equal to 1", id="negative"),
     pytest.param("train.learning_rate", -0.1, "train.learning_rate", "greater than 0", id="negative rate"),
+    pytest.param(
+        "train.init_from", {"draft": "/no/such"}, "train.init_from.draft", "not there", id="no start draft"
+    ),
+    pytest.param("vocab.from_start", True, "vocab.from_start", "train.init_from", id="the vocabulary of no draft"),
     pytest.param("train.seed", "many", "train.seed", "integer", id="text for a number"),
     pytest.param("evaluate.methods", ["eagle3"], "evaluate", "'none'", id="no baseline"),
     pytest.param("evaluate.num_prompts", [4], "evaluate", "num_prompts", id="lists of different lengths"),
@@ -287,9 +291,42 @@ def test_prompts_and_verifier_are_known_by_content_and_not_by_place(tmp_path: Pa
     assert keys(placed[0])["responses"] != keys(placed[1])["responses"]
 
 
+@pytest.mark.parametrize(
+    ("vocab", "expected"),
+    [({}, {"drafts", "evaluations"}), ({"from_start": True}, {"vocab", "drafts", "evaluations"})],
+)
+def test_a_start_draft_is_known_by_content_and_not_by_place(
+    tmp_path: Path, interpreter: str, vocab: dict[str, Any], expected: set[str]
+) -> None:
+    def started(draft: Path) -> dict[str, str]:
+        return keys({**tree(tmp_path, interpreter), "train": {"init_from": {"draft": str(draft)}}, "vocab": vocab})
+
+    here, there = (Path(place(tmp_path / name, interpreter)["verifier"]["model"]) for name in ("here", "there"))
+    first, fresh = started(here), keys(tree(tmp_path, interpreter))
+    assert {stage for stage in STAGES if first[stage] != fresh[stage]} == expected
+    assert started(there) == first
+    (there / "model.safetensors").write_bytes(weights(filler=b"\1"))
+    changed = started(there)
+    assert {stage for stage in STAGES if first[stage] != changed[stage]} == expected
+
+
+def test_plan_tells_the_start_drafts_revision(
+    tmp_path: Path, interpreter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = place(tmp_path / "here", interpreter)["verifier"]["model"]
+    value = {**tree(tmp_path / "root", interpreter), "train": {"init_from": {"draft": draft}, "num_steps": 9}}
+    assert main(["plan", write(tmp_path, value)]) == 0
+    shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("drafts"))
+    before, _, revision = shown.partition("9 optimizer steps, from train.init_from.revision=")
+    assert before
+    pinned = changed(value, "train.init_from.revision", revision.strip())
+    assert keys(pinned) == keys(value)
+
+
 def test_no_local_path_enters_a_key(tmp_path: Path, interpreter: str) -> None:
     value = place(tmp_path / "here", interpreter)
     value["generate"] = {"max_tokens": 5}
+    value["train"] = {"init_from": {"draft": value["verifier"]["model"]}}
     stages = resolve(PipelineConfig.model_validate(value))
     hashed = json.dumps([dict(stage.content) for stage in stages.values()])
     for local in (tmp_path, project_home(), cache_folder(), Path(interpreter).parent, Path.home()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +75,17 @@ class Algorithm(Protocol):
         Args:
             vocab: the vocabulary map's file.
             cuda: whether it will run on a GPU.
+        """
+
+    def start_weights(self, spec: TrainSpec, folder: Path, vocab: bytes) -> dict[str, Tensor]:
+        """The trainable weights of a draft that training starts from, fp32, by parameter name.
+
+        Args:
+            folder: the start draft's config.json and safetensors weights.
+            vocab: the vocabulary map's file.
+
+        Raises:
+            InputError: it is no draft of this kind, or not of this config's shape.
         """
 
 

@@ -137,6 +137,12 @@ def write(
     checkpoint_files.delete_older(draft_uri, ref)
 
 
+def write_start(draft_uri: str, lease_epoch: int, inputs_sha256: str, weights: Mapping[str, Tensor]) -> None:
+    """Write weights as the checkpoint of step 0, so that a run begins from them as it resumes from any other."""
+    state = {"inputs_sha256": inputs_sha256, "sums": []}
+    write(draft_uri, CheckpointRef(0, lease_epoch), weights, {}, state, "", [])
+
+
 def read_newest(draft_uri: str, inputs_sha256: str) -> Checkpoint | None:
     """The newest checkpoint whose files match its commit; one that does not is passed over, with a warning.
 

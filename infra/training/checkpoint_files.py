@@ -119,6 +119,20 @@ def damage(draft_uri: str, ref: CheckpointRef) -> str | None:
     return None
 
 
+def newest_whole(draft_uri: str, inputs_sha256: str) -> CheckpointRef | None:
+    """The checkpoint that training goes on from, if there is one. Reads it in pieces and keeps none of it.
+
+    Args:
+        inputs_sha256: hash of what is trained on now; checkpoints made from other inputs do not count.
+    """
+    for ref in find(draft_uri):
+        if damage(draft_uri, ref) is None:
+            state = json.loads(storage.get(storage.join(ref.uri(draft_uri), STATE_FILE)))
+            if state.get("inputs_sha256", "") == inputs_sha256:
+                return ref
+    return None
+
+
 def withdraw_foreign(draft_uri: str, inputs_sha256: str, lease_epoch: int) -> None:
     """Take back the commits of checkpoints that this or an earlier lease made from other inputs.
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from infra.config import CONTENT, Config
+from infra.start_draft import StartConfig
 
 LossName = Literal["kl_div", "reverse_kl_div", "js_div", "ce", "tv", "nla", "lk_hybrid"]
 
@@ -16,6 +17,10 @@ class TrainConfig(Config):
 
     algorithm: Annotated[Literal["eagle3"], CONTENT] = "eagle3"
     """What is trained: the kind of draft, by speculators' name (`infra.training.algorithm`)."""
+
+    init_from: StartConfig | None = None
+    """A draft whose weights training starts from; unset: fresh weights. Its revision, not its place, enters the
+    key."""
 
     epochs: Annotated[float, CONTENT, Field(gt=0)] = 10.0
     """Passes over the training samples; ignored when `num_steps` is given."""

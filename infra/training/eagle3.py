@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,23 +48,13 @@ def build_model(
     """
     import loguru
     from speculators.models.eagle3.core import Eagle3DraftModel
-    from speculators.train.cli import create_transformer_layer_config
 
     # It warns that a model with tied embeddings has no head of its own, and that one file is not many.
     loguru.logger.disable("speculators.utils.loading")
-    layer_config = create_transformer_layer_config(
-        verifier_path,
-        num_layers=config.num_layers,
-        draft_arch="llama",
-        hidden_act=None,
-        sliding_window=0,
-        full_attention_indices=list(range(config.num_layers)),
-        trust_remote_code=trust_remote_code,
-    )
-    layer_config.sliding_window = None
+    layers = layer_config(config.num_layers, verifier_path, trust_remote_code=trust_remote_code)
     torch.manual_seed(config.seed)
     model = Eagle3DraftModel.from_training_args(
-        layer_config,
+        layers,
         t2d=vocab.t2d,
         d2t=vocab.d2t,
         draft_vocab_size=vocab.draft_vocab_size,
@@ -79,6 +70,23 @@ def build_model(
     ).float()
     model.lm_head.weight.requires_grad_(config.train_lm_head)
     return model
+
+
+def layer_config(num_layers: int, verifier_path: str, *, trust_remote_code: bool) -> Any:
+    """The transformers config of the draft's layers: sizes, heads and positions are those of the verifier."""
+    from speculators.train.cli import create_transformer_layer_config
+
+    config = create_transformer_layer_config(
+        verifier_path,
+        num_layers=num_layers,
+        draft_arch="llama",
+        hidden_act=None,
+        sliding_window=0,
+        full_attention_indices=list(range(num_layers)),
+        trust_remote_code=trust_remote_code,
+    )
+    config.sliding_window = None
+    return config
 
 
 def align_sample(
@@ -144,6 +152,12 @@ class Eagle3:
         if kind == "auto":
             kind = "packed" if cuda else "rows"
         return Eagle3Objective(model, spec.train, kind, compiled=cuda)
+
+    def start_weights(self, spec: TrainSpec, folder: Path, vocab: bytes) -> dict[str, Tensor]:
+        from infra.training.eagle3_start import start_weights
+        from infra.vocab import VocabMap
+
+        return start_weights(spec, folder, VocabMap.from_bytes(vocab))
 
 
 class Eagle3Objective(Objective):

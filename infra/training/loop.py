@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from infra import leases, storage
-from infra.errors import InputError
+from infra.errors import InfrastructureError, InputError
 from infra.training import checkpoint as checkpoints
 from infra.training.algorithm import Objective, algorithm, trainable_parameters
 from infra.training.batch import PackedBatch
@@ -225,14 +225,16 @@ class Trainer:
             withdraw_foreign(spec.draft_uri, spec.inputs_sha256, spec.lease_epoch)
         found = checkpoints.read_newest(spec.draft_uri, spec.inputs_sha256)
         text = ""
+        if found is None and self.config.init_from is not None:
+            raise InfrastructureError("the start draft's weights are not there whole; the next attempt writes them")
         if found is not None:
             checkpoints.restore(found, self.parameters, self.optimizer, self.ranks.rank)
             self.step = found.ref.step
             text = found.metrics
-            if self.ranks.rank == 0:
+            if self.ranks.rank == 0 and self.step > 0:
                 values = [float.fromhex(value) for value in found.state["sums"]]
                 self.sums.copy_(torch.tensor(values, dtype=torch.float64).view_as(self.sums))
-            logger.info("Resuming from step %d of %d", self.step, self.schedule.num_steps)
+            logger.info("Going on from step %d of %d", self.step, self.schedule.num_steps)
         if self.ranks.rank == 0:
             self.metrics = MetricsFile(Path(spec.metrics_path), text)
 
