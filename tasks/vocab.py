@@ -7,12 +7,10 @@ from collections.abc import Mapping
 
 from infra import manifest
 from infra.manifest import Shard, ShardRecord, StageRef
-from infra.vocab import VocabConfig, VocabMap, build_map, count_tokens_of_shard
+from infra.vocab import LOWEST_COVERAGE, VocabConfig, VocabMap, build_map, count_tokens_of_shard
 from tasks.policy import in_thread, retried_task
 
 logger = logging.getLogger("draftsmith.vocab")
-
-LOW_COVERAGE = 0.95
 
 
 @retried_task(name="build-vocabulary", run_name="build vocabulary {stage.key}", timeout_seconds=4 * 3600)
@@ -31,13 +29,7 @@ def build_vocabulary(
         for name in shard.inputs
     )
     built: VocabMap = build_map(config, counts, verifier_vocab_size)
-    if built.coverage < LOW_COVERAGE:
-        logger.warning(
-            "The draft's vocabulary of %d tokens covers %.1f %% of the generated tokens; a larger "
-            "vocab.draft_vocab_size would raise acceptance. Training goes on.",
-            built.draft_vocab_size,
-            100 * built.coverage,
-        )
+    say_coverage(built)
     return manifest.commit_shard(
         stage,
         shard,
@@ -47,3 +39,32 @@ def build_vocabulary(
         inputs=inputs,
         extra={"coverage": built.coverage, "verifier_vocab_size": built.verifier_vocab_size},
     )
+
+
+def say_coverage(built: VocabMap) -> None:
+    """Log which share of the generated tokens the draft can propose; warn where that is too little."""
+    said = (
+        f"The draft's vocabulary of {built.draft_vocab_size:,} tokens (of {built.verifier_vocab_size:,}) holds "
+        f"{100 * built.coverage:.2f} % of the {int(built.counts.sum()):,} generated tokens"
+    )
+    if built.coverage >= LOWEST_COVERAGE:
+        logger.info("%s.", said)
+        return
+    logger.warning(
+        "%s, under %g %%: the rest can never be drafted. vocab.draft_vocab_size=%d would reach that; training goes "
+        "on with what there is.",
+        *(said, 100 * LOWEST_COVERAGE, built.size_for(LOWEST_COVERAGE)),
+    )
+
+
+def coverage_figures(stage: StageRef, record: ShardRecord) -> dict[str, object]:
+    """What the stage's manifest says of its map, read from the map itself."""
+    built = VocabMap.from_bytes(manifest.read_shard(stage.uri, record))
+    figures = {
+        "draft_vocab_size": built.draft_vocab_size,
+        "verifier_vocab_size": built.verifier_vocab_size,
+        "coverage": built.coverage,
+        "num_generated_tokens": int(built.counts.sum()),
+        f"draft_vocab_size_for_{100 * LOWEST_COVERAGE:g}_percent": built.size_for(LOWEST_COVERAGE),
+    }
+    return {"vocabulary": figures}

@@ -20,14 +20,17 @@ from infra.errors import (
 from infra.fingerprint import stage_content
 from infra.manifest import StageRef
 from infra.processes import process_token
+from infra.trackers import Trackers
 from infra.training.config import TrainConfig
 from infra.training.launch import torchrun_command
 from infra.training.progress import PREFIX
 from tasks import policy
 from tasks.train import _run_trainer
+from tasks.training_watch import watching
 
 
 async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], code: int) -> int:
+    """What comes of a trainer that says one line and ends."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
     trainer = tmp_path / "python"
     trainer.write_text(f"#!/bin/sh\necho '{PREFIX}{json.dumps(said)}'\nexit {code}\n")
@@ -36,7 +39,8 @@ async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, A
     token = process_token("test", str(tmp_path))
     with monkeypatch.context() as patched:
         patched.setattr("infra.training.launch.sys", type("Sys", (), {"executable": str(trainer)}))
-        return await _run_trainer(stage, TrainConfig(), str(tmp_path / "spec.json"), token)
+        async with watching(Trackers({}), tmp_path / "metrics.jsonl") as watch:
+            return await _run_trainer(stage, TrainConfig(), str(tmp_path / "spec.json"), token, watch)
 
 
 def test_several_nodes_find_one_another() -> None:
