@@ -193,3 +193,32 @@ async def test_a_trainer_that_never_starts_leaves_nothing_behind(ui: FakeUi, tmp
         await watch.see({"kind": "failed", "error_type": "InputError", "message": "x"})
     assert told.told == [False]
     assert (ui.created, ui.updated) == ([], [])
+
+
+@pytest.mark.prefect
+async def test_a_real_server_keeps_one_artifact_of_the_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect import flow
+    from prefect.artifacts import Artifact
+    from prefect.testing.utilities import prefect_test_harness
+
+    @flow
+    async def training() -> Any:
+        async with watching(Trackers({}), tmp_path / "metrics.jsonl") as watch:
+            await watch.see(START)
+            await watch.see(line("train", 10))
+            await until(lambda: watch._shown)
+            first = watch._artifact
+            await watch.see(line("train", 20))
+        assert watch._artifact == first
+        found = await Artifact.aget("drafts-curves")
+        assert found is not None
+        assert found.id == first
+        return found.data
+
+    monkeypatch.setattr(training_watch, "CURVES_SECONDS", 0.05)
+    with prefect_test_harness(server_startup_timeout=120):
+        text = await training()
+    assert text.startswith("**Step 20 of 4,000**")
+    assert curve_lengths(text)[0] == 2
