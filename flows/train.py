@@ -11,6 +11,7 @@ from flows.stage import Stages, StageWork, Summary, run_stage
 from infra import manifest
 from infra.extraction_config import resolve_layer_ids
 from infra.manifest import Shard
+from infra.trackers import check_trackers
 from infra.verifier import Verifier
 from infra.vocab import FILE_NAME as VOCAB_FILE
 from tasks.export import EXPORTED_FILES, export_speculator
@@ -35,6 +36,7 @@ async def make_draft(work: StageWork) -> None:
     if not work.state.missing:
         return
     config, stage = work.config, work.stage
+    check_trackers(config.train)
     verifier = await materialize_verifier(config.verifier)
     layers = await asyncio.to_thread(layers_of_states, work, verifier)
     inputs = await work.inputs()

@@ -23,6 +23,8 @@ from infra.errors import InputError, StageFailed
 from infra.schemas import STATUS_FAILED
 
 FILE_NAME = "vocab.safetensors"
+# Below it acceptance suffers: what is outside the draft's vocabulary ends every draft.
+LOWEST_COVERAGE = 0.95
 
 
 class VocabConfig(Config):
@@ -67,6 +69,11 @@ class VocabMap:
         """Share of the generated tokens that the draft can propose."""
         total = int(self.counts.sum())
         return float(self.counts[self.t2d].sum()) / total if total else 0.0
+
+    def size_for(self, coverage: float) -> int:
+        """Tokens of the smallest draft vocabulary that would hold this share (0 to 1) of the generated tokens."""
+        held = self.counts.sort(descending=True).values.cumsum(0)
+        return int((held < coverage * float(held[-1])).sum()) + 1
 
     def check(self) -> None:
         """Raises StageFailed unless d2t and t2d name the same tokens, each once, in ascending order."""

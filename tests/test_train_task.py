@@ -23,6 +23,7 @@ from infra.hidden_states import HiddenRow, HiddenStatesMeta
 from infra.manifest import StageRef
 from infra.processes import process_token
 from infra.start_draft import StartConfig
+from infra.trackers import Trackers
 from infra.training.config import TrainConfig
 from infra.training.launch import torchrun_command
 from infra.training.progress import PREFIX
@@ -31,6 +32,7 @@ from infra.vocab import FILE_NAME
 from tasks import policy
 from tasks import train as task
 from tasks.train import _run_trainer
+from tasks.training_watch import watching
 from tests.fakes.start_draft import random_weights, write_speculator
 from tests.fakes.training_run import (
     HIDDEN_SIZE,
@@ -45,6 +47,7 @@ from tests.fakes.training_run import (
 
 
 async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], code: int) -> int:
+    """What comes of a trainer that says one line and ends."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
     trainer = tmp_path / "python"
     trainer.write_text(f"#!/bin/sh\necho '{PREFIX}{json.dumps(said)}'\nexit {code}\n")
@@ -53,7 +56,8 @@ async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, A
     token = process_token("test", str(tmp_path))
     with monkeypatch.context() as patched:
         patched.setattr("infra.training.launch.sys", type("Sys", (), {"executable": str(trainer)}))
-        return await _run_trainer(stage, TrainConfig(), str(tmp_path / "spec.json"), token)
+        async with watching(Trackers({}), tmp_path / "metrics.jsonl") as watch:
+            return await _run_trainer(stage, TrainConfig(), str(tmp_path / "spec.json"), token, watch)
 
 
 def test_several_nodes_find_one_another() -> None:

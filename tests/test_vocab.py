@@ -69,6 +69,16 @@ def test_tokens_that_are_kept_are_taken_whatever_was_generated() -> None:
         build_map(VocabConfig(draft_vocab_size=4), counts, 6, torch.tensor([5, 0, 2]))
 
 
+@pytest.mark.parametrize(("share", "size"), [(0.5, 1), (0.6, 2), (0.9, 3), (0.901, 4), (1.0, 5)])
+def test_the_size_that_reaches_a_coverage(share: float, size: int) -> None:
+    counts = np.array([0, 30, 5, 50, 0, 10, 5])
+    assert build_map(VocabConfig(draft_vocab_size=2), [counts], 7).size_for(share) == size
+    reached = build_map(VocabConfig(draft_vocab_size=size), [counts], 7)
+    assert reached.coverage >= share
+    if size > 1:
+        assert build_map(VocabConfig(draft_vocab_size=size - 1), [counts], 7).coverage < share
+
+
 def test_order_of_shards_does_not_change_a_byte() -> None:
     counts = [np.array([0, 4, 2, 1]), np.array([3, 0, 0, 1]), np.array([0, 0, 7, 0])]
     config = VocabConfig(draft_vocab_size=2)

@@ -30,7 +30,7 @@ class Objective(nn.Module):
 
     Args:
         model: the draft, from speculators; its parameters that require gradients are trained and saved.
-        sums_shape: of the sums, [ttt_steps, 4]: loss, rows, correct, total (`progress.metrics_line`).
+        sums_shape: of the sums, [ttt_steps, columns], which `progress.metrics_line` reads.
         implementation: the forward pass that is taken.
         fallback: the one to take when compiling that one fails.
     """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from infra.config import CONTENT, Config
 from infra.start_draft import StartConfig
@@ -133,6 +134,17 @@ class TrainConfig(Config):
     validate_every_steps: Annotated[int, Field(ge=1)] = 200
     """Steps between measurements on the validation samples; one is made at the end in any case."""
 
+    wandb_project: Annotated[str | None, Field(min_length=1)] = None
+    """Project on Weights & Biases that the metrics also go to; WANDB_API_KEY comes from the environment. Needs the
+    package wandb, which is not among the pins."""
+
+    mlflow_tracking_uri: Annotated[str | None, Field(min_length=1)] = None
+    """MLflow server (or `sqlite:///` and `file:` on this machine) that the metrics also go to; its credentials come
+    from the environment. Needs the package mlflow, which is not among the pins."""
+
+    mlflow_experiment: Annotated[str, Field(min_length=1)] = "draftsmith"
+    """Experiment there; made where it is not."""
+
     hang_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """A trainer that reports nothing for so long counts as hung: it is ended and resumed from its checkpoint."""
 
@@ -142,6 +154,16 @@ class TrainConfig(Config):
 
     activation_checkpointing: bool = False
     """Make activations again in the backward pass instead of keeping them: less memory, a longer step."""
+
+    @field_validator("mlflow_tracking_uri")
+    @classmethod
+    def _holds_no_secret(cls, uri: str | None) -> str | None:
+        if uri is not None and urlsplit(uri).username is not None:
+            raise ValueError(
+                "must hold no user and password; give them in the environment, as MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD"
+            )
+        return uri
 
 
 class TrainSpec(Config):

@@ -171,6 +171,9 @@ class Trainer:
         sums = self.ranks.sum(self.sums)
         self.sums.zero_()
         tokens_per_second, input_wait_seconds = meter.take()
+        memory_field, memory_gib = self.ranks.peak_memory()
+        # What one rank waits for, all wait for; and the fullest GPU is the one that runs out.
+        input_wait_seconds, memory_gib = self.ranks.largest([input_wait_seconds, memory_gib])
         gradient_norm = float(whole(self.gradient_norm))
         rate = learning_rate(self.config, self.step - 1, self.schedule.num_steps)
         if self.metrics is not None:
@@ -186,6 +189,7 @@ class Trainer:
                     gradient_norm=gradient_norm,
                     tokens_per_second=tokens_per_second,
                     input_wait_seconds=input_wait_seconds,
+                    **{memory_field: memory_gib},
                 )
             )
 
@@ -233,7 +237,9 @@ class Trainer:
             text = found.metrics
             if self.ranks.rank == 0 and self.step > 0:
                 values = [float.fromhex(value) for value in found.state["sums"]]
-                self.sums.copy_(torch.tensor(values, dtype=torch.float64).view_as(self.sums))
+                # An earlier version's had other columns; the next line then misses the steps since its last one.
+                if len(values) == self.sums.numel():
+                    self.sums.copy_(torch.tensor(values, dtype=torch.float64).view_as(self.sums))
             logger.info("Going on from step %d of %d", self.step, self.schedule.num_steps)
         if self.ranks.rank == 0:
             self.metrics = MetricsFile(Path(spec.metrics_path), text)

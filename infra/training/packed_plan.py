@@ -133,7 +133,7 @@ def plan_pack(
         num_layers: with more than one, all tokens pass the layers before the last at the first TTT step.
     """
     num_tokens = padded_tokens(max(total_seq_len, batch.num_tokens))
-    trained = _trained(batch, num_tokens, ttt_steps)  # [ttt_steps, num_tokens]
+    trained = trained_rows(batch, num_tokens, ttt_steps)  # [ttt_steps, num_tokens]
     starts = torch.arange(num_tokens, dtype=torch.int32)
     starts[: batch.num_tokens] = torch.repeat_interleave(
         torch.tensor([0, *batch.lengths[:-1]]).cumsum(0), torch.tensor(batch.lengths)
@@ -162,8 +162,12 @@ def plan_pack(
     )
 
 
-def _trained(batch: PackedBatch, num_tokens: int, ttt_steps: int) -> Tensor:
-    """[ttt_steps, num_tokens], whether token t + s of the same sample is trained on."""
+def trained_rows(batch: PackedBatch, num_tokens: int, ttt_steps: int) -> Tensor:
+    """[ttt_steps, num_tokens], whether token t + s of the same sample is trained on.
+
+    Args:
+        num_tokens: of the pack with its padding.
+    """
     lengths = torch.tensor(batch.lengths)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     trained = torch.zeros(ttt_steps, num_tokens, dtype=torch.bool)

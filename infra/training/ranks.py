@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+from collections.abc import Sequence
 from types import FrameType
 
 import torch
@@ -40,6 +42,21 @@ class Ranks:
 
     def any(self, value: bool) -> bool:
         return bool(self.sum(torch.tensor(float(value))) > 0)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Of each value the largest over all ranks; they travel by gloo, so no GPU is waited for."""
+        shared = torch.tensor(values, dtype=torch.float64)
+        if self.world > 1:
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return shared.tolist()
+
+    def peak_memory(self) -> tuple[str, float]:
+        """The name of its field in a line of metrics, and the most GiB that tensors of this rank's GPU have taken
+        at a time; without a GPU, that this process has."""
+        if self.cuda:
+            return "peak_gpu_memory_gib", torch.cuda.max_memory_allocated(self.device) / 2**30
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return "peak_process_memory_gib", kib / 2**20
 
     def barrier(self) -> None:
         self.any(False)
