@@ -37,7 +37,7 @@ async def train_draft(
     vocab_file: str,
     trust_remote_code: bool,
 ) -> int:
-    """Train to the last step, from the newest whole checkpoint where there is one.
+    """Train to the end, from the newest whole checkpoint where there is one.
 
     Args:
         inputs: present record of everything that is trained on.
@@ -98,6 +98,8 @@ async def _run_trainer(stage: StageRef, config: TrainConfig, spec_uri: str, toke
     finally:
         await asyncio.shield(asyncio.to_thread(process.stop))
     if last.get("kind") == "done" and code == 0:
+        if why := last.get("why"):
+            logger.info("Training of %s ended early, after step %d: %s.", stage.key, last["step"], why)
         return int(last["step"])
     if last.get("kind") == "failed":
         raise _said_by_trainer(last)
