@@ -142,10 +142,11 @@ def _config_breaches(config: Mapping[str, Any], contract: ExportContract) -> Ite
         ("speculators_model_type", config.get("speculators_model_type"), "eagle3"),
         ("dtype", config.get("dtype"), "bfloat16"),
         ("model_type", layer.get("model_type"), "llama"),
-        ("norm_before_residual", config.get("norm_before_residual"), contract.norm_before_residual),
-        ("fc_norm", config.get("fc_norm"), contract.fc_norm),
-        ("norm_output", config.get("norm_output"), contract.norm_output),
-        ("norm_before_fc", config.get("norm_before_fc"), False),
+        # With the defaults that vLLM has for them.
+        ("norm_before_residual", config.get("norm_before_residual", True), contract.norm_before_residual),
+        ("fc_norm", config.get("fc_norm", False), contract.fc_norm),
+        ("norm_output", config.get("norm_output", False), contract.norm_output),
+        ("norm_before_fc", config.get("norm_before_fc", False), False),
         ("target_hidden_size", config.get("target_hidden_size") or contract.hidden_size, contract.hidden_size),
         (
             "eagle_aux_hidden_state_layer_ids",
