@@ -98,8 +98,6 @@ async def _run_trainer(stage: StageRef, config: TrainConfig, spec_uri: str, toke
     finally:
         await asyncio.shield(asyncio.to_thread(process.stop))
     if last.get("kind") == "done" and code == 0:
-        if why := last.get("why"):
-            logger.info("Training of %s ended early, after step %d: %s.", stage.key, last["step"], why)
         return int(last["step"])
     if last.get("kind") == "failed":
         raise _said_by_trainer(last)
@@ -144,6 +142,8 @@ async def _follow(process: GuardedProcess, hang_timeout_seconds: float) -> dict[
                         said["loss"],
                         said["acceptance_length"],
                     )
+                case "plateau":
+                    logger.info("Training ends early, after step %d: %s.", said["step"], said["why"])
                 case "done" | "stopped" | "superseded" | "failed":
                     last = said
     except TimeoutError:

@@ -91,7 +91,7 @@ async def test_a_token_that_is_not_the_verifiers_fails_it_wherever_it_stands(fak
         return 0.75 if len(fake.scored) == 4 and place == len(tokens) - 1 else 0.0
 
     fake.gap_nats = one_wrong
-    with pytest.raises(StageFailed, match=r"1 of 100 tokens .* \(token 10 of answer 4 the first, by 0.75 nats\)"):
+    with pytest.raises(StageFailed, match=r"1 of 100 tokens .* \(token 10 of answer 4 the first, by 0.75\)"):
         await served(fake)
     assert asked
 

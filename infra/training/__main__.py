@@ -1,6 +1,6 @@
 """`python -m torch.distributed.run --standalone --nproc-per-node N -m infra.training SPEC.json`
 
-SPEC.json is a TrainSpec, its path or URI. Exit codes: 0 trained to the end, 75 stopped by SIGTERM after a
+SPEC.json is a TrainSpec, its path or URI. Exit codes: 0 trained to the last step, 75 stopped by SIGTERM after a
 checkpoint (run the same command to resume) or superseded by a later run, 1 failed, 2 the specification is wrong.
 torchrun itself ends with 1 for any of the last four, so the last progress line says which it was
 (infra.training.progress).
@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from infra import storage
 from infra.errors import DamagedShard, DraftsmithError, InputError
-from infra.training.best import ended_early
 from infra.training.config import TrainSpec
 from infra.training.loop import Trainer
 from infra.training.progress import EXIT_RESUME, say
@@ -45,8 +44,7 @@ def main(arguments: list[str]) -> int:
         say("failed", error_type=type(error).__name__, message=str(error), **more)
         return 2 if isinstance(error, InputError) else 1
     if ranks.rank == 0:
-        early = {"why": ended_early(trainer.validations, trainer.config)} if trainer.ended_early else {}
-        say(outcome, step=trainer.step, **(early if outcome == "done" else {}))
+        say(outcome, step=trainer.step)
     ranks.close()
     return 0 if outcome == "done" else EXIT_RESUME
 

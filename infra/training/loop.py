@@ -129,7 +129,7 @@ class Trainer:
 
     def _train(self) -> Literal["done", "stopped", "superseded"]:
         first, last = self.step, self.schedule.num_steps
-        if self.ended_early:  # and was stopped before it could say so
+        if self._on_plateau():  # and was killed before it could end
             return "done"
         device = self.ranks.device
         batches = feed(self.loader, first, last, device, input_workers(self.config, device))
@@ -145,9 +145,8 @@ class Trainer:
             if self.step % self.config.validate_every_steps == 0 or at_end:
                 with meter.paused():
                     self._validate(batch.validation)
-            if self.ended_early:
+            if self._on_plateau():
                 at_end = True
-                logger.info("Training ends: %s", ended_early(self.validations, self.config))
                 if self.step % self.config.log_every_steps:
                     self._log_training(meter)
             stopping = self.ranks.any(self.stop.asked)
@@ -202,9 +201,12 @@ class Trainer:
                 )
             )
 
-    @property
-    def ended_early(self) -> bool:
-        return self.step < self.schedule.num_steps and self.validations.plateau(self.config)
+    def _on_plateau(self) -> bool:
+        """Whether training ends here, before its last planned step; the same on every rank."""
+        ends = self.step < self.schedule.num_steps and self.validations.plateau(self.config)
+        if ends and self.ranks.rank == 0:
+            say("plateau", step=self.step, why=ended_early(self.validations, self.config))
+        return ends
 
     def _kept_best(self) -> CheckpointRef | None:
         return self.validations.best if self.config.export_checkpoint == "best" else None
