@@ -42,7 +42,7 @@ async def train_draft(
     vocab_file: str,
     trust_remote_code: bool,
 ) -> int:
-    """Train to the last step, from the newest whole checkpoint where there is one.
+    """Train to the end, from the newest whole checkpoint where there is one.
 
     Args:
         inputs: present record of everything that is trained on.

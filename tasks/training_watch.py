@@ -64,6 +64,8 @@ class TrainingWatch:
                 self._curves.add(said)
                 self._trackers.log(said)
                 self._say(said)
+            case "plateau":
+                logger.info("Training ends early, after step %d: %s.", said["step"], said["why"])
             case "done":
                 self._done = True
 

@@ -91,6 +91,13 @@ WRONG_FIELDS = [
     ),
     pytest.param("vocab.from_start", True, "vocab.from_start", "train.init_from", id="the vocabulary of no draft"),
     pytest.param("train.seed", "many", "train.seed", "integer", id="text for a number"),
+    pytest.param(
+        "train",
+        {"export_checkpoint": "best", "validation_share": 0},
+        "train",
+        "train.validation_share must be above 0",
+        id="a best without validation",
+    ),
     pytest.param("evaluate.methods", ["eagle3"], "evaluate", "'none'", id="no baseline"),
     pytest.param("evaluate.num_prompts", [4], "evaluate", "num_prompts", id="lists of different lengths"),
     pytest.param("verifier", None, "verifier", "required", id="missing section"),
@@ -243,6 +250,11 @@ def changed_stages(tmp_path: Path, interpreter: str, field: str, value: Any) -> 
         # A default that is written out says nothing new.
         ("generate.top_p", 1.0),
         ("train.epochs", 10.0),
+        ("train.export_checkpoint", "last"),
+        # Decides nothing by itself.
+        ("train.validate_every_steps", 17),
+        ("train.smoke_serve", False),
+        ("train.smoke_serve_tie_nats", 1.0),
     ],
 )
 def test_how_the_work_is_done_changes_no_key(tmp_path: Path, interpreter: str, field: str, value: Any) -> None:
@@ -264,6 +276,8 @@ FROM_RESPONSES = set(STAGES) - {"prompts"}
         ("vocab.draft_vocab_size", 1024, {"vocab", "drafts", "evaluations"}),
         ("train.learning_rate", 1e-5, {"drafts", "evaluations"}),
         ("train.global_batch", 4, {"drafts", "evaluations"}),
+        ("train.export_checkpoint", "best", {"drafts", "evaluations"}),
+        ("train.early_stop_patience", 3, {"drafts", "evaluations"}),
         ("evaluate.max_tokens", 9, {"evaluations"}),
         # Speed depends on the load and on the engine's arguments, so there they count.
         ("evaluate.concurrency", [1, 9], {"evaluations"}),
@@ -274,6 +288,16 @@ def test_content_changes_its_stages_key_and_those_that_read_it(
     tmp_path: Path, interpreter: str, field: str, value: Any, expected: set[str]
 ) -> None:
     assert changed_stages(tmp_path, interpreter, field, value) == expected
+
+
+@pytest.mark.parametrize(("field", "value"), [("export_checkpoint", "best"), ("early_stop_patience", 3)])
+def test_where_validations_decide_it_counts_when_they_are_made(
+    tmp_path: Path, interpreter: str, field: str, value: Any
+) -> None:
+    decided = changed(tree(tmp_path, interpreter), f"train.{field}", value)
+    old, new = keys(decided), keys(changed(decided, "train.validate_every_steps", 17))
+    assert {stage for stage in STAGES if old[stage] != new[stage]} == {"drafts", "evaluations"}
+    assert keys(changed(decided, "train.validate_every_steps", 200)) == old
 
 
 def test_another_version_of_vllm_changes_the_evaluation_only(tmp_path: Path, interpreter: str) -> None:

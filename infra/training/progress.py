@@ -7,6 +7,7 @@ A line on standard output begins with `PREFIX` and goes on with one JSON object;
 - `stopped`: `step`; a SIGTERM was answered with a checkpoint, the same command resumes there (exit code
   `EXIT_RESUME` of the trainer's own process; torchrun makes 1 of any exit that is not 0)
 - `superseded`: `step`; a later run holds the lease, so this one ended without a checkpoint
+- `plateau`: `step`, `why`; training ends after this step, before its last planned one
 - `done`: `step`; the last step's checkpoint is committed
 - `failed`: `error_type`, `message`, and `stage_uri`, `shard`, `problem` for a DamagedShard
 """
