@@ -85,8 +85,8 @@ Measure = Callable[[], Awaitable[float]]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--prompts", type=int, default=160)
-    parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="draftsmith-benchmark-") as folder:
         questions = write_prompts(Path(folder), options.prompts)
@@ -131,14 +131,16 @@ async def compare(folder: Path, questions: list[str], max_tokens: int, rounds: i
         }
         rates: dict[str, list[float]] = {name: [] for name in measures}
         for turn in range(rounds):
-            order = [*measures][turn % 3 :] + [*measures][: turn % 3]
-            for name in order:
+            order = [*measures][turn // 2 % 3 :] + [*measures][: turn // 2 % 3]
+            for name in order[:: 1 if turn % 2 == 0 else -1]:
                 rates[name].append(await measures[name]())
             print(f"round {turn + 1}: " + ", ".join(f"{name} {rates[name][-1]:.1f} tokens/s" for name in order))
-    return {
-        name: statistics.median(mine / theirs for mine, theirs in zip(rates["ours"], rates[name], strict=True))
-        for name in ("vllm", "speculators")
-    }
+    ratios = {}
+    for name in ("vllm", "speculators"):
+        rounds_ratios = [mine / theirs for mine, theirs in zip(rates["ours"], rates[name], strict=True)]
+        ratios[name] = statistics.geometric_mean(rounds_ratios)
+        print(f"ours over {name}: {', '.join(f'{ratio:.3f}' for ratio in rounds_ratios)}")
+    return ratios
 
 
 async def ours(server: VllmServer, questions: list[str], max_tokens: int) -> float:
