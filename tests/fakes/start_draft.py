@@ -41,7 +41,16 @@ def write_speculator(
 ) -> Path:
     """A draft as our export writes it."""
     contract = ExportContract(
-        LAYER_IDS, vocab, "tiny", "0123abcd", HIDDEN_SIZE, num_layers=train.num_layers, ttt_steps=train.ttt_steps
+        LAYER_IDS,
+        vocab,
+        "tiny",
+        "0123abcd",
+        HIDDEN_SIZE,
+        num_layers=train.num_layers,
+        ttt_steps=train.ttt_steps,
+        norm_before_residual=train.norm_before_residual,
+        fc_norm=train.fc_norm,
+        norm_output=train.norm_output,
     )
     export_draft(weights, train, contract, verifier, folder)
     return folder
