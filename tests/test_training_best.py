@@ -12,7 +12,6 @@ import torch
 
 from infra import storage
 from infra.errors import InputError
-from infra.training import __main__ as program
 from infra.training import checkpoint, checkpoint_files, loop
 from infra.training.best import Validations, why_exported
 from infra.training.checkpoint_files import COMMIT_FILE, CheckpointRef
@@ -100,10 +99,8 @@ def outcome(spec: TrainSpec) -> list[Any]:
 @pytest.mark.usefixtures("lengths")
 def test_it_ends_on_the_plateau_and_keeps_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = write_spec(tmp_path, CONFIG)
-    (tmp_path / "spec.json").write_text(spec.model_dump_json())
-    assert program.main([str(tmp_path / "spec.json")]) == 0
+    assert run(spec) == "done"
     said = [found for line in capsys.readouterr().out.splitlines() if (found := parse(line))]
-    assert said[-1] == {"kind": "done", "step": END_STEP}
     (plateau,) = (one for one in said if one["kind"] == "plateau")
     assert plateau["step"] == END_STEP
     assert "3 validations in a row" in plateau["why"]
