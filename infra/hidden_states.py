@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from infra.schemas import STATUS_FAILED
-from infra.state_encodings import ENCODINGS, relative_error
+from infra.state_encodings import ALL, ENCODINGS, relative_error
 
 # Parquet counts the bytes of a value in 31 bits.
 MAX_VALUE_BYTES = 2**31 - 2**16
@@ -94,6 +94,30 @@ class HiddenRow:
     input_ids: Sequence[int]
     loss_mask: Sequence[bool]
     hidden_states: Tensor | None
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One sample whose states are still as the file has them.
+
+    Args:
+        input_ids: [tokens] int32.
+        loss_mask: [tokens] bool, true where trained.
+        payload: columns of the encoding, by name.
+        shape: tokens, layers, hidden.
+    """
+
+    sample_id: str
+    status: str
+    input_ids: Tensor
+    loss_mask: Tensor
+    payload: Mapping[str, Any]
+    shape: tuple[int, int, int]
+    encoding: str
+
+    def states(self, tokens: slice = ALL) -> tuple[Tensor, Tensor]:
+        """The two states of a HiddenSample, of some of the tokens."""
+        return ENCODINGS[self.encoding].decode(self.payload, self.shape, tokens)
 
 
 @dataclass(frozen=True)
@@ -219,7 +243,14 @@ class HiddenStatesFile:
         return self._file.read_row_group(index, use_threads=False)
 
     def sample(self, index: int) -> HiddenSample | None:
-        """The sample of row `index`; None where it failed.
+        """The sample of row `index`; None where it failed. Raises as `encoded`."""
+        found = self.encoded(index)
+        if found is None:
+            return None
+        return HiddenSample(found.sample_id, found.status, found.input_ids, found.loss_mask, *found.states())
+
+    def encoded(self, index: int) -> EncodedSample | None:
+        """The sample of row `index`, not decoded yet; None where it failed.
 
         Raises:
             ValueError: its payload is damaged.
@@ -241,14 +272,14 @@ class HiddenStatesFile:
                 raise ValueError(
                     f"row {index}: {size} bytes of {name}, not {width} for each of {num_tokens} tokens"
                 )
-        aux, last = self._encoding.decode(payload, (num_tokens, len(self.meta.layer_ids), self.meta.hidden_size))
-        return HiddenSample(
+        return EncodedSample(
             sample_id=values["sample_id"].as_py(),
             status=values["status"].as_py(),
             input_ids=torch.from_numpy(np.array(values["input_ids"].values, dtype=np.int32)),
             loss_mask=torch.from_numpy(np.array(values["loss_mask"].values, dtype=np.bool_)),
-            aux_hidden_states=aux,
-            verifier_last_hidden_states=last,
+            payload=payload,
+            shape=(num_tokens, len(self.meta.layer_ids), self.meta.hidden_size),
+            encoding=self.meta.encoding,
         )
 
 

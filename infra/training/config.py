@@ -134,7 +134,7 @@ class TrainConfig(Config):
     checkpoint. The pipeline retries besides, from anywhere."""
 
     num_threads: Annotated[int | None, Field(ge=1)] = None
-    """CPU threads of one rank; unset: the machine's cores shared among the ranks."""
+    """CPU threads of one rank; unset: the machine's cores shared among the ranks, and one where a GPU trains."""
 
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 200
     """Steps between checkpoints: what a crash may cost."""

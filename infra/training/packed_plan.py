@@ -98,10 +98,25 @@ class PackPlan:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """The values on `device`. Through pinned memory, since a copy from other memory may wait for the device."""
-    if device.type == "cuda" and not values.is_cuda:
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
+    """The values on `device`, for its current stream.
+
+    Through pinned memory, since a copy from other memory may wait for the device. By a stream of their own: copied
+    by the current one, after what is computed before, they would meet the upload of the next pack's states, behind
+    which the copy engine would keep them, and the device idle.
+    """
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device, non_blocking=True)
+    computing, uploading = torch.cuda.current_stream(device), _uploading(device)
+    with torch.cuda.stream(uploading):
+        found = values.pin_memory().to(device, non_blocking=True)
+    found.record_stream(computing)
+    computing.wait_stream(uploading)
+    return found
+
+
+@functools.cache
+def _uploading(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def row_capacity(num_rows: Sequence[int], total_seq_len: int) -> int | None:

@@ -99,9 +99,13 @@ class StopRequest:
 
 
 def set_up_threads(config: TrainConfig, ranks: Ranks) -> None:
-    """Share the cores among this machine's ranks."""
+    """Share the cores among this machine's ranks.
+
+    Where a GPU trains, the input processes have them: what the host computes then is small, and an operation in
+    many threads ends with the last of them to get a core.
+    """
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(config.num_threads or max(1, cores // local_world))
+    cores = 1 if ranks.cuda else len(os.sched_getaffinity(0)) // local_world
+    torch.set_num_threads(config.num_threads or max(1, cores))
     # Adam's averages of weights that hardly move decay into denormals, on which CPUs are many times slower.
     torch.set_flush_denormal(True)
