@@ -6,7 +6,7 @@ encoding (infra/state_encodings.py), which the schema's metadata names. A failed
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +115,7 @@ class HiddenSample:
     verifier_last_hidden_states: Tensor
 
 
+@functools.cache
 def schema(meta: HiddenStatesMeta) -> pa.Schema:
     """The Arrow schema of a shard, metadata included."""
     encoding = ENCODINGS[meta.encoding]
@@ -149,7 +150,7 @@ def fail_rows(data: bytes, errors: Mapping[str, str]) -> bytes:
 
 def _written(row_tables: Iterable[pa.Table], meta: HiddenStatesMeta) -> bytes:
     """Parquet bytes with a row group for each table."""
-    sink = io.BytesIO()
+    sink = pa.BufferOutputStream()  # not a Python file, each of whose many writes would take the interpreter's lock
     codecs = dict.fromkeys(_ID_LEAVES, "zstd") | dict(ENCODINGS[meta.encoding].codecs)
     levels = {name: _ZSTD_LEVEL for name, codec in codecs.items() if codec == "zstd"}
     with pq.ParquetWriter(
@@ -162,7 +163,7 @@ def _written(row_tables: Iterable[pa.Table], meta: HiddenStatesMeta) -> bytes:
     ) as writer:
         for table in row_tables:
             writer.write_table(table)
-    return sink.getvalue()  # CPython hands the buffer itself over, not a copy
+    return bytes(sink.getvalue().to_pybytes())
 
 
 def decode(source: Any) -> Iterator[HiddenSample]:
