@@ -53,6 +53,7 @@ from infra.verifier import Verifier, VerifierConfig, materialize
 from infra.vllm_config import VllmConfig
 
 SHORTEST_TOKENS, LONGEST_TOKENS = 64, 448
+MOST_LETTERS = 16  # of a token, on average
 MAX_MODEL_LEN = 1024
 DECODE_REPEATS = 3
 ANY_TEXT = ChecksConfig(margin_nats=1000.0, margin_top1=0.999)
@@ -128,7 +129,8 @@ def make_shards(verifier: Verifier, count: int, shard_size: int) -> list[pa.Tabl
     rows = []
     for index in range(count):
         first = index % len(questions)
-        ids = tokenizer(" ".join(questions[first:] + questions[:first]))["input_ids"]
+        text = " ".join(questions[first:] + questions[:first])[: LONGEST_TOKENS * MOST_LETTERS]
+        ids = tokenizer(text)["input_ids"]
         ids = ids[: SHORTEST_TOKENS + 29 * index % (LONGEST_TOKENS - SHORTEST_TOKENS)]
         mask = [position >= len(ids) // 2 for position in range(len(ids))]
         row = {"sample_id": f"{index:05d}", "status": STATUS_OK, "input_ids": ids, "loss_mask": mask}
