@@ -36,6 +36,7 @@ import traceback
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import torch
@@ -92,13 +93,15 @@ async def run(options: argparse.Namespace) -> None:
         failed = False
         async with our_engine(bench, options.staging_mib) as engine:
             for peer in options.peer:
+                made: list[Round] = []
                 try:
                     async with asyncio.timeout(options.peer_seconds), PEERS[peer](bench) as measure:
-                        ours, theirs = await rounds(bench, engine, peer, measure, options)
-                    report(bench, engine, peer, ours, theirs)
+                        await rounds(bench, engine, peer, measure, options, made)
                 except Exception:  # the other peer may do better
                     traceback.print_exc()
                     failed = True
+                if made:
+                    report(bench, engine, peer, made)
             for number in range(options.linger):
                 print(f"lingering, pass {number + 1}", flush=True)
                 await asyncio.to_thread(
@@ -139,32 +142,38 @@ def make_shards(verifier: Verifier, count: int, shard_size: int) -> list[pa.Tabl
     return [pa.Table.from_pylist(rows[start : start + shard_size], schema=RESPONSES) for start in cuts]
 
 
+class Round(NamedTuple):
+    encoding: str  # of ours
+    ours: Pass
+    theirs: Pass
+
+
 async def rounds(
-    bench: Bench, engine: ExtractionEngine, peer: str, measure: Measure, options: argparse.Namespace
-) -> tuple[list[tuple[str, Pass]], list[Pass]]:
-    """Passes of ours, each with its encoding, and of the peer, round by round."""
-    ours, theirs = [], []
+    bench: Bench,
+    engine: ExtractionEngine,
+    peer: str,
+    measure: Measure,
+    options: argparse.Namespace,
+    made: list[Round],
+) -> None:
+    """Adds to `made` round by round."""
     checks = any_checks(bench, engine)
+
+    async def ours(encoding: str) -> Pass:
+        return await asyncio.to_thread(our_pass, bench, engine, checks, encoding, options.threads)
+
     # The first passes meet batches of sizes that no engine has seen yet.
-    await asyncio.to_thread(our_pass, bench, engine, checks, next(iter(ENCODINGS)), options.threads)
+    await ours(next(iter(ENCODINGS)))
     await measure()
     for turn in range(options.rounds):
         encoding = list(ENCODINGS)[turn % len(ENCODINGS)]
-
-        async def mine(encoding: str = encoding) -> None:
-            ours.append(
-                (encoding, await asyncio.to_thread(our_pass, bench, engine, checks, encoding, options.threads))
-            )
-
-        async def other() -> None:
-            theirs.append(await measure())
-
-        for made in (mine, other)[:: -1 if turn % 2 else 1]:
+        passes: dict[str, Pass] = {}
+        for side in ("ours", "theirs")[:: -1 if turn % 2 else 1]:
             await asyncio.sleep(2.0)  # until the other engine's threads have stopped spinning
-            await made()
-        mine_rate, their_rate = (bench.num_tokens / found.seconds for found in (ours[-1][1], theirs[-1]))
+            passes[side] = await (ours(encoding) if side == "ours" else measure())
+        made.append(Round(encoding, **passes))
+        mine_rate, their_rate = (bench.num_tokens / found.seconds for found in made[-1][1:])
         print(f"round {turn + 1}: {encoding} {mine_rate:.0f}, {peer} {their_rate:.0f} tokens/s", flush=True)
-    return ours, theirs
 
 
 @contextlib.asynccontextmanager
@@ -230,15 +239,13 @@ def our_pass(bench: Bench, engine: ExtractionEngine, checks: StateChecks, encodi
     return Pass(seconds, size_bytes)
 
 
-def report(
-    bench: Bench, engine: ExtractionEngine, peer: str, ours: list[tuple[str, Pass]], theirs: list[Pass]
-) -> None:
-    stored = {encoding: found.file_bytes for encoding, found in ours}
-    their_bytes = theirs[-1].file_bytes
+def report(bench: Bench, engine: ExtractionEngine, peer: str, made: list[Round]) -> None:
+    stored = {encoding: ours.file_bytes for encoding, ours, _ in made}
+    their_bytes = made[-1].theirs.file_bytes
     rates: dict[str, float] = {}
     for encoding, file_bytes in stored.items():
         rates[encoding] = decode_rate(bench, encoding)
-        passes = [bench.num_tokens / found.seconds for name, found in ours if name == encoding]
+        passes = [bench.num_tokens / ours.seconds for name, ours, _ in made if name == encoding]
         print(
             f"{encoding}: {statistics.median(passes):.0f} tokens/s, {file_bytes / 1e6:.1f} MB "
             f"({file_bytes / their_bytes:.3f} of {peer}'s {their_bytes / 1e6:.1f}), "
@@ -246,7 +253,7 @@ def report(
         )
     staging = engine.staging
     print(f"staging: {staging.peak_bytes / 1e6:.1f} MB at most, of {staging.limit_bytes / 1e6:.1f} allowed")
-    ratio = statistics.median(other.seconds / mine.seconds for (_, mine), other in zip(ours, theirs, strict=True))
+    ratio = statistics.median(theirs.seconds / ours.seconds for _, ours, theirs in made)
     split, fp8 = (stored.get(name, float("nan")) / their_bytes for name in ("bf16_split", "fp8_e4m3"))
     print(
         f"ratio_vs_{peer}={ratio:.3f} bytes_ratio_bf16_split={split:.3f} bytes_ratio_fp8={fp8:.3f} "

@@ -282,9 +282,12 @@ def encoding_error(source: Any) -> dict[str, float] | None:
         `mean` and `worst` of the usable samples' `relative_error`, over all their tokens and layers; None where the
         encoding loses nothing or there is no token.
     """
-    rows = HiddenStatesFile(source).rows().filter(pc.field("status") != STATUS_FAILED)
+    shard = HiddenStatesFile(source)
+    if not ENCODINGS[shard.meta.encoding].lossy:
+        return None
+    rows = shard.rows().filter(pc.field("status") != STATUS_FAILED)
     num_tokens = pc.sum(rows["num_tokens"], min_count=0).as_py()
-    if "encoding_error_mean" not in rows.column_names or num_tokens == 0:
+    if num_tokens == 0:
         return None
     total = pc.sum(pc.multiply(rows["encoding_error_mean"].cast("float64"), rows["num_tokens"])).as_py()
     return {"mean": total / num_tokens, "worst": pc.max(rows["encoding_error_worst"]).as_py()}
