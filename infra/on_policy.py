@@ -43,9 +43,8 @@ from torch import Tensor
 from infra.config import CONTENT, Config
 from infra.verifier_head import VerifierHead
 
-# Positions whose logits are in memory at once: 42 MB of float32 for a vocabulary of 163,840, and twice that
-# beside it.
-_CHUNK_POSITIONS = 64
+# Positions that the head is read from memory for at once: 84 MB of bf16 logits for a vocabulary of 163,840.
+_CHUNK_POSITIONS = 256
 # Of these, logits that are worked on at once: what the passes over them touch fits a core's cache.
 _VALUES_AT_ONCE = 2**18
 # What a sound sample is judged by.
@@ -219,14 +218,10 @@ def _looks(head: VerifierHead, excerpts: Sequence[Excerpt], *, evidence: bool) -
     sums = torch.zeros(len(excerpts), _COLUMNS, dtype=torch.float64)
     for start in range(0, len(tokens), _CHUNK_POSITIONS):
         chunk = slice(start, start + _CHUNK_POSITIONS)
+        columns = head.product(states[chunk]), tokens[chunk], temperatures[chunk]
         rows = max(1, _VALUES_AT_ONCE // head.vocab_size)
-        parts = zip(
-            head.logits(states[chunk]).split(rows),
-            tokens[chunk].split(rows),
-            temperatures[chunk].split(rows),
-            strict=True,
-        )
-        measured = torch.cat([_measured(*part, evidence=evidence) for part in parts])
+        parts = zip(*(torch.split(column, rows) for column in columns), strict=True)
+        measured = torch.cat([_measured(head.scaled(part), *more, evidence=evidence) for part, *more in parts])
         sums.index_add_(0, owners[chunk], measured)
     return [OnPolicy.of(row) for row in sums.tolist()]
 
