@@ -6,7 +6,7 @@ encoding (infra/state_encodings.py), which the schema's metadata names. A failed
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,6 +139,7 @@ class HiddenSample:
     verifier_last_hidden_states: Tensor
 
 
+@functools.cache
 def schema(meta: HiddenStatesMeta) -> pa.Schema:
     """The Arrow schema of a shard, metadata included."""
     encoding = ENCODINGS[meta.encoding]
@@ -173,7 +174,7 @@ def fail_rows(data: bytes, errors: Mapping[str, str]) -> bytes:
 
 def _written(row_tables: Iterable[pa.Table], meta: HiddenStatesMeta) -> bytes:
     """Parquet bytes with a row group for each table."""
-    sink = io.BytesIO()
+    sink = pa.BufferOutputStream()  # not a Python file, each of whose many writes would take the interpreter's lock
     codecs = dict.fromkeys(_ID_LEAVES, "zstd") | dict(ENCODINGS[meta.encoding].codecs)
     levels = {name: _ZSTD_LEVEL for name, codec in codecs.items() if codec == "zstd"}
     with pq.ParquetWriter(
@@ -186,7 +187,7 @@ def _written(row_tables: Iterable[pa.Table], meta: HiddenStatesMeta) -> bytes:
     ) as writer:
         for table in row_tables:
             writer.write_table(table)
-    return sink.getvalue()  # CPython hands the buffer itself over, not a copy
+    return bytes(sink.getvalue().to_pybytes())
 
 
 def decode(source: Any) -> Iterator[HiddenSample]:
@@ -312,9 +313,12 @@ def encoding_error(source: Any) -> dict[str, float] | None:
         `mean` and `worst` of the usable samples' `relative_error`, over all their tokens and layers; None where the
         encoding loses nothing or there is no token.
     """
-    rows = HiddenStatesFile(source).rows().filter(pc.field("status") != STATUS_FAILED)
+    shard = HiddenStatesFile(source)
+    if not ENCODINGS[shard.meta.encoding].lossy:
+        return None
+    rows = shard.rows().filter(pc.field("status") != STATUS_FAILED)
     num_tokens = pc.sum(rows["num_tokens"], min_count=0).as_py()
-    if "encoding_error_mean" not in rows.column_names or num_tokens == 0:
+    if num_tokens == 0:
         return None
     total = pc.sum(pc.multiply(rows["encoding_error_mean"].cast("float64"), rows["num_tokens"])).as_py()
     return {"mean": total / num_tokens, "worst": pc.max(rows["encoding_error_worst"]).as_py()}

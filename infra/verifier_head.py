@@ -123,9 +123,13 @@ class VerifierHead:
         )
 
     def logits(self, states: Tensor) -> Tensor:
-        """Float32 logits [positions, vocab] of states before the final norm [positions, hidden].
+        """Float32 logits [positions, vocab] of states before the final norm [positions, hidden]."""
+        return self.scaled(self.product(states))
 
-        Products are in the head's own type, as the verifier computes them: near ties tie here as they do there.
+    def product(self, states: Tensor) -> Tensor:
+        """The first half of `logits`, in the head's own type.
+
+        As the verifier computes it: near ties tie here as they do there.
         """
         states = states.float()
         if self.centred:
@@ -133,7 +137,11 @@ class VerifierHead:
         states = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.epsilon) * self.norm
         if self.norm_bias is not None:
             states = states + self.norm_bias
-        logits = torch.nn.functional.linear(states.to(self.head.dtype), self.head, self.head_bias).float()
+        return torch.nn.functional.linear(states.to(self.head.dtype), self.head, self.head_bias)
+
+    def scaled(self, product: Tensor) -> Tensor:
+        """The second half: float32 logits, in memory of their own unless the product is float32 itself."""
+        logits = product.float()
         if self.factor != 1.0:
             logits *= self.factor
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
