@@ -22,7 +22,7 @@ from torch import Tensor
 
 Shape = tuple[int, int, int]  # tokens, layers, hidden
 ALL = slice(None)
-VALUES_AT_ONCE = 2**17
+VALUES_AT_ONCE = 2**19
 # bf16 goes up to 255 * 2^120, which e4m3 would round to 2^128.
 LARGEST_FP8_STATE = 240 * 2.0**120
 
