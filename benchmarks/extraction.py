@@ -1,20 +1,23 @@
 """How fast hidden states get from a verifier into committed shards, how many bytes they take, beside others.
 
-    .venv/bin/python benchmarks/extraction.py [--peer speculators|vllm] [--samples N] [--rounds N]
+    .venv/bin/python benchmarks/extraction.py [--peer speculators vllm] [--samples N] [--rounds N] [--eager]
 
 The same conversations (questions strung together, 64 to 448 tokens) in interleaved rounds whose order turns; the
 encoding of ours changes from round to round. Ours is what the stage does: `ExtractionEngine`, two shards at a time
-checked and encoded as Parquet, and committed to a folder. The peer is one of:
+checked and encoded as Parquet, and committed to a folder (more with `--threads`). Each peer has its own rounds:
 
 - `speculators`: `speculators generate-offline-data` with its defaults (32 requests in flight, raw states, a file a
   sample, no checks) against a vLLM server with our connector, since vLLM's own writes empty files on CPU.
 - `vllm`: bare `vllm.LLM.generate` with vLLM's own connector, until its files are there. On CPU with our connector.
 
-Both sides have their engine loaded from the start and have made a first pass that is not measured. Each is
-measured from its first request to its last file: loading, imports and start-up are in none. A ratio is the median
-of the rounds' ratios. The on-policy check is made, with margins so wide that text which is not the verifier's own
-passes and leaves no doubt, as most of its own does. Bytes are those of the files. Decoding is of one core and of
-`bf16_split` in the last line, in 10^6 bytes of bf16 states; the files are in memory.
+Both sides have their engine loaded from the start and have made a first pass that is not measured; with `--eager`
+neither is compiled. Each is measured from its first request to its last file: loading, imports and start-up are in
+none. A ratio is the median of the rounds' ratios. Of each pass of ours is said how busy its engine was, what its
+threads waited for, and how many cores this process used (the engine's are not among them).
+
+The on-policy check is made, with margins so wide that text which is not the verifier's own passes and leaves no
+doubt, as most of its own does. Bytes are those of the files. Decoding is of one core, of the first shard's file in
+memory, in 10^6 bytes of its states in bf16, and of `bf16_split` in the last line.
 """
 
 from __future__ import annotations
@@ -29,17 +32,19 @@ import shutil
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import torch
-from extraction_peers import HOME, PEERS, Bench, Measure, Pass
+from extraction_peers import HOME, PEERS, Bench, Measure, Pass, tokens_in
 from transformers import AutoTokenizer
 
 from infra import manifest
-from infra.extraction import ExtractConfig, ExtractionEngine, build_shard, samples_of
+from infra.extraction import ExtractConfig, ExtractionEngine, StreamTimes, build_shard, samples_of
 from infra.hidden_states import ENCODINGS, decode
 from infra.manifest import Shard, StageRef
 from infra.processes import process_token
@@ -49,6 +54,7 @@ from infra.verifier import Verifier, VerifierConfig, materialize
 from infra.vllm_config import VllmConfig
 
 SHORTEST_TOKENS, LONGEST_TOKENS = 64, 448
+MOST_LETTERS = 16  # of a token, on average
 MAX_MODEL_LEN = 1024
 DECODE_REPEATS = 3
 ANY_TEXT = ChecksConfig(margin_nats=1000.0, margin_top1=0.999)
@@ -56,7 +62,7 @@ ANY_TEXT = ChecksConfig(margin_nats=1000.0, margin_top1=0.999)
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--peer", choices=PEERS, default="speculators")
+    parser.add_argument("--peer", choices=PEERS, nargs="+", default=["speculators"])
     parser.add_argument("--samples", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=len(ENCODINGS))
     parser.add_argument("--shard-size", type=int, default=32)
@@ -64,6 +70,11 @@ def main() -> None:
     parser.add_argument("--staging-mib", type=float, default=128.0, help="bound of our staging folder")
     parser.add_argument("--model", default=VerifierConfig().model, help="as verifier.model")
     parser.add_argument("--python", help="as vllm.python")
+    parser.add_argument("--eager", action="store_true", help="as vllm.enforce_eager, for all engines")
+    parser.add_argument("--peer-seconds", type=float, help="give a peer up that takes longer")
+    parser.add_argument(
+        "--linger", type=int, default=0, help="passes of ours at the end, for a profiler to look at"
+    )
     parser.add_argument("--keep", type=Path, help="folder to leave what speculators wrote in")
     options = parser.parse_args()
     asyncio.run(run(options))
@@ -73,15 +84,35 @@ async def run(options: argparse.Namespace) -> None:
     verifier = await asyncio.to_thread(materialize, VerifierConfig(model=options.model))
     with tempfile.TemporaryDirectory(prefix="draftsmith-benchmark-") as name:
         shards = await asyncio.to_thread(make_shards, verifier, options.samples, options.shard_size)
-        bench = Bench(Path(name), verifier, vllm_config(options.python), shards, options.keep)
-        print(f"{len(bench.input_ids)} conversations, {bench.num_tokens} tokens, load {os.getloadavg()[0]:.1f}")
-        async with our_engine(bench, options.staging_mib) as engine, PEERS[options.peer](bench) as peer:
-            ours, theirs = await rounds(bench, engine, peer, options)
-        report(bench, engine, options.peer, ours, theirs)
+        bench = Bench(Path(name), verifier, vllm_config(options.python, options.eager), shards, options.keep)
+        print(
+            f"{len(bench.input_ids)} conversations, {bench.num_tokens} tokens, {options.threads} threads, engines "
+            f"{'not ' if options.eager else ''}compiled, load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+        failed = False
+        async with our_engine(bench, options.staging_mib) as engine:
+            for peer in options.peer:
+                made: list[Round] = []
+                try:
+                    async with asyncio.timeout(options.peer_seconds), PEERS[peer](bench) as measure:
+                        await rounds(bench, engine, peer, measure, options, made)
+                except Exception:  # the other peer may do better
+                    traceback.print_exc()
+                    failed = True
+                if made:
+                    report(bench, engine, peer, made)
+            for number in range(options.linger):
+                print(f"lingering, pass {number + 1}", flush=True)
+                await asyncio.to_thread(
+                    our_pass, bench, engine, any_checks(bench, engine), "bf16_split", options.threads
+                )
+    if failed:
+        raise SystemExit(1)
 
 
-def vllm_config(python: str | None) -> VllmConfig:
-    """One for a GPU that two engines share, or for a small CPU; compiled, as vLLM is by default."""
+def vllm_config(python: str | None, eager: bool) -> VllmConfig:
+    """One for a GPU that two engines share, or for a small CPU."""
     cuda = torch.cuda.is_available()
     environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     return VllmConfig(
@@ -89,6 +120,7 @@ def vllm_config(python: str | None) -> VllmConfig:
         environment=environment if cuda else environment | {"VLLM_CPU_KVCACHE_SPACE": "2"},
         max_model_len=MAX_MODEL_LEN,
         gpu_memory_utilization=0.3,
+        enforce_eager=eager,
     )
 
 
@@ -100,7 +132,8 @@ def make_shards(verifier: Verifier, count: int, shard_size: int) -> list[pa.Tabl
     rows = []
     for index in range(count):
         first = index % len(questions)
-        ids = tokenizer(" ".join(questions[first:] + questions[:first]))["input_ids"]
+        text = " ".join(questions[first:] + questions[:first])[: LONGEST_TOKENS * MOST_LETTERS]
+        ids = tokenizer(text)["input_ids"]
         ids = ids[: SHORTEST_TOKENS + 29 * index % (LONGEST_TOKENS - SHORTEST_TOKENS)]
         mask = [position >= len(ids) // 2 for position in range(len(ids))]
         row = {"sample_id": f"{index:05d}", "status": STATUS_OK, "input_ids": ids, "loss_mask": mask}
@@ -109,32 +142,38 @@ def make_shards(verifier: Verifier, count: int, shard_size: int) -> list[pa.Tabl
     return [pa.Table.from_pylist(rows[start : start + shard_size], schema=RESPONSES) for start in cuts]
 
 
+class Round(NamedTuple):
+    encoding: str  # of ours
+    ours: Pass
+    theirs: Pass
+
+
 async def rounds(
-    bench: Bench, engine: ExtractionEngine, peer: Measure, options: argparse.Namespace
-) -> tuple[list[tuple[str, Pass]], list[Pass]]:
-    """Passes of ours, each with its encoding, and of the peer, round by round."""
-    ours, theirs = [], []
-    checks = StateChecks(ANY_TEXT, engine.meta, open_head(ANY_TEXT, bench.verifier))
+    bench: Bench,
+    engine: ExtractionEngine,
+    peer: str,
+    measure: Measure,
+    options: argparse.Namespace,
+    made: list[Round],
+) -> None:
+    """Adds to `made` round by round."""
+    checks = any_checks(bench, engine)
+
+    async def ours(encoding: str) -> Pass:
+        return await asyncio.to_thread(our_pass, bench, engine, checks, encoding, options.threads)
+
     # The first passes meet batches of sizes that no engine has seen yet.
-    await asyncio.to_thread(our_pass, bench, engine, checks, next(iter(ENCODINGS)), options.threads)
-    await peer()
+    await ours(next(iter(ENCODINGS)))
+    await measure()
     for turn in range(options.rounds):
         encoding = list(ENCODINGS)[turn % len(ENCODINGS)]
-
-        async def mine(encoding: str = encoding) -> None:
-            ours.append(
-                (encoding, await asyncio.to_thread(our_pass, bench, engine, checks, encoding, options.threads))
-            )
-
-        async def other() -> None:
-            theirs.append(await peer())
-
-        for measure in (mine, other)[:: -1 if turn % 2 else 1]:
+        passes: dict[str, Pass] = {}
+        for side in ("ours", "theirs")[:: -1 if turn % 2 else 1]:
             await asyncio.sleep(2.0)  # until the other engine's threads have stopped spinning
-            await measure()
-        mine_rate, their_rate = (bench.num_tokens / found.seconds for found in (ours[-1][1], theirs[-1]))
-        print(f"round {turn + 1}: {encoding} {mine_rate:.0f}, {options.peer} {their_rate:.0f} tokens/s", flush=True)
-    return ours, theirs
+            passes[side] = await (ours(encoding) if side == "ours" else measure())
+        made.append(Round(encoding, **passes))
+        mine_rate, their_rate = (bench.num_tokens / found.seconds for found in made[-1][1:])
+        print(f"round {turn + 1}: {encoding} {mine_rate:.0f}, {peer} {their_rate:.0f} tokens/s", flush=True)
 
 
 @contextlib.asynccontextmanager
@@ -153,39 +192,60 @@ async def our_engine(bench: Bench, staging_mib: float) -> AsyncIterator[Extracti
         await asyncio.to_thread(engine.stop)
 
 
+def any_checks(bench: Bench, engine: ExtractionEngine) -> StateChecks:
+    return StateChecks(ANY_TEXT, engine.meta, open_head(ANY_TEXT, bench.verifier))
+
+
 def our_pass(bench: Bench, engine: ExtractionEngine, checks: StateChecks, encoding: str, threads: int) -> Pass:
     """The stage's own work, into a folder that is left for one encoding at a time."""
     root = bench.folder / encoding
     shutil.rmtree(root, ignore_errors=True)
     stage = StageRef(str(root), "hidden_states", {"encoding": encoding})
     meta = dataclasses.replace(engine.meta, encoding=encoding)
+    spent: list[tuple[StreamTimes, float, float]] = []  # of each shard; and its seconds in all, and committing
 
     def extract(numbered: tuple[int, pa.Table]) -> int:
         number, responses = numbered
         shard = Shard(f"{number:05d}")
-        built = build_shard(responses, engine.stream(shard.shard, samples_of(responses)), meta, checks)
+        times, started = StreamTimes(), time.perf_counter()
+        built = build_shard(responses, engine.stream(shard.shard, samples_of(responses), times), meta, checks)
+        encoded = time.perf_counter()
         assert built.status_counts == {STATUS_OK: len(responses)}, built.status_counts
         counts = built.status_counts
         record = manifest.commit_shard(
             stage, shard, built.data, rows=built.rows, status_counts=counts, inputs={}, extra=built.extra
         )
+        ended = time.perf_counter()
+        spent.append((times, ended - started, ended - encoded))
         return record.size_bytes
 
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     with ThreadPoolExecutor(threads) as pool:
         size_bytes = sum(pool.map(extract, enumerate(bench.shards)))
-    return Pass(time.perf_counter() - began, size_bytes)
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    engine_seconds = sum(times.engine_seconds for times, *_ in spent)
+    waited = sum(times.waited_seconds for times, *_ in spent)
+    whole, committing = sum(of[1] for of in spent), sum(of[2] for of in spent)
+
+    def share(of_threads: float) -> str:
+        return f"{of_threads / threads / seconds:.0%}"
+
+    print(
+        f"  {time.strftime('%H:%M:%S')} {encoding}: {seconds:.2f} s, engine busy {engine_seconds / seconds:.0%}; "
+        f"{threads} threads: {share(waited)} waiting for engine or staging, {share(whole - waited - committing)} "
+        f"checking and encoding, {share(committing)} committing; {cpu / seconds:.1f} cores",
+        flush=True,
+    )
+    return Pass(seconds, size_bytes)
 
 
-def report(
-    bench: Bench, engine: ExtractionEngine, peer: str, ours: list[tuple[str, Pass]], theirs: list[Pass]
-) -> None:
-    stored = {encoding: found.file_bytes for encoding, found in ours}
-    their_bytes = theirs[-1].file_bytes
+def report(bench: Bench, engine: ExtractionEngine, peer: str, made: list[Round]) -> None:
+    stored = {encoding: ours.file_bytes for encoding, ours, _ in made}
+    their_bytes = made[-1].theirs.file_bytes
     rates: dict[str, float] = {}
     for encoding, file_bytes in stored.items():
         rates[encoding] = decode_rate(bench, encoding)
-        passes = [bench.num_tokens / found.seconds for name, found in ours if name == encoding]
+        passes = [bench.num_tokens / ours.seconds for name, ours, _ in made if name == encoding]
         print(
             f"{encoding}: {statistics.median(passes):.0f} tokens/s, {file_bytes / 1e6:.1f} MB "
             f"({file_bytes / their_bytes:.3f} of {peer}'s {their_bytes / 1e6:.1f}), "
@@ -193,26 +253,28 @@ def report(
         )
     staging = engine.staging
     print(f"staging: {staging.peak_bytes / 1e6:.1f} MB at most, of {staging.limit_bytes / 1e6:.1f} allowed")
-    ratio = statistics.median(other.seconds / mine.seconds for (_, mine), other in zip(ours, theirs, strict=True))
+    ratio = statistics.median(theirs.seconds / ours.seconds for _, ours, theirs in made)
     split, fp8 = (stored.get(name, float("nan")) / their_bytes for name in ("bf16_split", "fp8_e4m3"))
     print(
         f"ratio_vs_{peer}={ratio:.3f} bytes_ratio_bf16_split={split:.3f} bytes_ratio_fp8={fp8:.3f} "
         f"decode_mb_per_s={rates.get('bf16_split', float('nan')):.0f} "
-        f"peak_staging_mb={staging.peak_bytes / 1e6:.1f}"
+        f"peak_staging_mb={staging.peak_bytes / 1e6:.1f}",
+        flush=True,
     )
 
 
 def decode_rate(bench: Bench, encoding: str) -> float:
-    """MB of bf16 states a second that one thread decodes from the committed files."""
-    files = [path.read_bytes() for path in sorted((bench.folder / encoding).rglob("*.parquet"))]
+    """MB of bf16 states a second that one thread decodes from the file of the first shard."""
+    file = min((bench.folder / encoding).rglob("*.parquet")).read_bytes()
+    num_tokens = tokens_in(bench.shards[0])
     torch.set_num_threads(1)
     seconds = []
     for _ in range(DECODE_REPEATS):
         began = time.perf_counter()
-        tokens = sum(len(sample.input_ids) for file in files for sample in decode(file))
+        tokens = sum(len(sample.input_ids) for sample in decode(file))
         seconds.append(time.perf_counter() - began)
-        assert tokens == bench.num_tokens
-    return bench.state_bytes / 1e6 / statistics.median(seconds)
+        assert tokens == num_tokens
+    return bench.state_bytes * num_tokens / bench.num_tokens / 1e6 / statistics.median(seconds)
 
 
 if __name__ == "__main__":

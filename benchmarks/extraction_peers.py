@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -91,9 +92,9 @@ class Bench:
     def layer_ids(self) -> list[int]:
         return default_layer_ids(self.verifier.num_hidden_layers)
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
-        return sum(map(len, self.input_ids))
+        return sum(map(tokens_in, self.shards))
 
     @property
     def state_bytes(self) -> int:
@@ -105,6 +106,10 @@ class Bench:
         layers = {"eagle_aux_hidden_state_layer_ids": self.layer_ids}
         shape = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "enforce_eager": True}
         return {**shape, "draft_model_config": {"hf_config": layers}}
+
+
+def tokens_in(responses: pa.Table) -> int:
+    return len(responses["input_ids"].combine_chunks().flatten())
 
 
 @contextlib.asynccontextmanager
@@ -205,7 +210,7 @@ async def bare_vllm(bench: Bench) -> AsyncIterator[Measure]:
 
     async def measure() -> Pass:
         _, generated, written = (await answer("RESULT", "again")).split()
-        print(f"generate() alone: {bench.num_tokens / float(generated):.0f} tokens/s")
+        print(f"  generate() alone: {bench.num_tokens / float(generated):.0f} tokens/s")
         files = list(states.iterdir())
         size_bytes = sum(file.stat().st_size for file in files)
         for file in files:

@@ -1,6 +1,7 @@
 """How fast a draft trains on one H200 and on two, against speculators' own step and its own trainer.
 
-    python benchmarks/training_h200.py [--gpus 2] [--seconds 420] [--folder DIR] [--more] [--dry-run-cpu]
+    python benchmarks/training_h200.py [--gpus 2 | --fed-only | --more] [--seconds 420] [--folder DIR]
+                                       [--dry-run-cpu]
 
 Hidden size 4,096, four layers, draft vocabulary 32,000, packed length 8,192, three TTT steps, one decoder layer of
 Llama-8B's shape (294M trained weights), bf16, AdamW. Everything is random and made here. Tables are printed as they
@@ -8,7 +9,11 @@ come, the line of ratios last:
 
 - `ratio_step`: our step's tokens/s over that of speculators' own compiled step (eager loss) on one batch, every
   token trained. With prompts of 22 %, as the samples have them, it is `ratio_step_prompts`.
-- `ratio_fed_*`: steps fed from Parquet shards on local disk, over the same steps on batches resident on the GPU.
+- `ratio_fed_*`: steps fed from Parquet shards on local disk (written just before, so in the page cache), over the
+  loop's steps on 24 batches resident on the GPU. The steady state: the first 45 steps are left out, in which the
+  processes start, the ring fills and every shard is hashed once; the processes are at work until the last step
+  that is timed. Each line says what a step's time was spent on, and how busy the processes were. `--fed-only` does
+  these parts alone; last it feeds bf16 once more with as many threads in the trainer's process as there are cores.
 - `ratio_vs_trainer`: fed from bf16 shards, over speculators' Trainer on the same samples as its safetensors files.
 
 With `--gpus 2`: DDP and FSDP2 under torchrun, the global batch of four packs the same for each; last line
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import tempfile
 import time
@@ -51,6 +57,7 @@ class Report:
         self.began = time.monotonic()
         self.seconds = seconds
         self.ratios: dict[str, float] = {}
+        self.fed: dict[str, float | None] = {}  # tokens/s by encoding
 
     def left(self) -> float:
         return self.seconds - (time.monotonic() - self.began)
@@ -81,7 +88,6 @@ class Report:
 
 def one_gpu(workload: Workload, report: Report) -> None:
     """Parts (a) to (c)."""
-    fed = [f"ratio_fed_{name.removesuffix('_e4m3')}" for name in workload.encodings]
     for name in ("ratio_step", "ratio_fed_bf16", "ratio_fed_bf16_split", "ratio_fed_fp8", "ratio_vs_trainer"):
         report.ratios[name] = math.nan
     report.part("verifier", 0, lambda: write_verifier(workload))
@@ -92,18 +98,30 @@ def one_gpu(workload: Workload, report: Report) -> None:
         report.part("(a) one step", 90, lambda: steps.compare_steps(workload, steps.MAIN_STEPS, rates, samples))
         report.ratio("ratio_step", rates.get("ours"), rates.get("theirs"))
         report.part("samples", 0, lambda: print(f"all written: {samples.result() is None}"))
-    tokens: dict[str, float] = {}
-    resident = report.part("(b) resident", 40, lambda: parts.resident_rate(workload))
-    for encoding, name in zip(workload.encodings, fed, strict=True):
-        found = report.part(f"(b) fed from {encoding}", 30, lambda e=encoding: parts.fed_rate(workload, e))
-        tokens[encoding] = found or math.nan
-        report.ratio(name, found, resident)
-        if encoding == "bf16":
-            peer = report.part("(c) speculators' Trainer", 60, lambda: parts.peer_rate(workload))
-            report.ratio("ratio_vs_trainer", found, peer)
-    report.part("where our step's time goes", 30, lambda: steps.profile_step(workload))
+    fed_parts(workload, report)
+    peer = report.part("(c) speculators' Trainer", 45, lambda: parts.peer_rate(workload))
+    report.ratio("ratio_vs_trainer", report.fed.get("bf16"), peer)
     ours, theirs = rates.get("ours_prompts"), rates.get("theirs_prompts")
     print(f"\nratio_step_prompts={ours / theirs if ours and theirs else math.nan:.4g}")
+
+
+def fed_parts(workload: Workload, report: Report) -> float | None:
+    """Part (b): on resident data (which is returned), and from each encoding."""
+    resident = report.part("(b) resident", 30, lambda: parts.resident_rate(workload))
+    for encoding in workload.encodings:
+        found = report.part(f"(b) fed from {encoding}", 22, lambda e=encoding: parts.fed_rate(workload, e))
+        report.fed[encoding] = found
+        report.ratio(f"ratio_fed_{encoding.removesuffix('_e4m3')}", found, resident)
+    return resident
+
+
+def fed_only(workload: Workload, report: Report) -> None:
+    """Part (b) alone, and what the number of host threads does."""
+    report.part("verifier and samples", 0, lambda: (write_verifier(workload), write_samples(workload, peer=False)))
+    resident = fed_parts(workload, report)
+    cores = len(os.sched_getaffinity(0))
+    found = report.part("many threads", 25, lambda: parts.fed_rate(workload, "bf16", cores))
+    report.ratio("ratio_fed_bf16_many_threads", found, resident)
 
 
 def more_steps(workload: Workload, report: Report) -> None:
@@ -146,6 +164,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=420.0, help="for all parts together")
     parser.add_argument("--folder", help="where the scratch folder is made")
+    parser.add_argument("--fed-only", action="store_true", help="part (b) alone")
     parser.add_argument("--more", action="store_true", help="time other ways to do a step instead")
     parser.add_argument("--dry-run-cpu", action="store_true")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
@@ -163,6 +182,8 @@ def main() -> None:
         try:
             if arguments.more:
                 more_steps(Workload(size, Path(folder), ()), report)
+            elif arguments.fed_only:
+                fed_only(Workload(size, Path(folder), tuple(ENCODINGS)), report)
             elif arguments.gpus == 1:
                 one_gpu(Workload(size, Path(folder), tuple(ENCODINGS)), report)
             else:

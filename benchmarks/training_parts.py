@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import resource
 import statistics
 import sys
 import time
@@ -12,20 +14,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.training_steps import DEVICE, config_of, peer_config, peer_model, synchronize
-from benchmarks.training_workload import Workload
+from benchmarks.training_workload import Size, Workload
 from infra.processes import GuardedProcess, process_token
 from infra.training.batch import PackedBatch
+from infra.training.config import TrainConfig
 from infra.training.data import Schedule, ShardStore, StepBatch, StepLoader, build_index
 from infra.training.feed import feed, input_workers
 from infra.training.loop import Trainer
+from infra.training.pack_ring import PackLayout, PackRing
 from infra.training.progress import Meter, MetricsFile, parse
 from infra.training.ranks import Ranks
 
-LEFT_OUT_STEPS = 20  # at the start of what is fed: processes start, buffers fill
+# At the start of what is fed, before the figure begins: processes start, the ring fills, and in the first epoch (of
+# some 32 packs) every shard is compared with its hash.
+LEFT_OUT_STEPS = 45
+# Made beyond the last step that is timed, so that the input processes are at work to the end.
+STEPS_BEYOND = 20
+RESIDENT_PACKS = 24
 PEER_LEFT_OUT_STEPS = 40
+PEER_STEPS = 60
 PEER_COPIES = 5  # hard links to each file, so that one epoch is long enough
 PEER_WORKERS, PEER_PREFETCH = 12, 2
 
@@ -37,61 +48,224 @@ def our_trainer(workload: Workload) -> Trainer:
 
 def resident_rate(workload: Workload) -> float:
     """(b): tokens/s of the loop's steps on batches that are on the device already."""
-    trainer = our_trainer(workload)
+    trainer, size = our_trainer(workload), workload.size
+    upload_rate(trainer)
     batches = []
-    for step in range(4):
-        batch = trainer.loader.load(step)
-        batches.append(replace(batch, packs=[_states_on_device(pack) for pack in batch.packs]))
-    steps = LEFT_OUT_STEPS // 4 + workload.size.fed_steps
-    rate, _ = _rate(trainer, (batches[step % 4] for step in range(steps)), LEFT_OUT_STEPS // 4)
-    print(f"resident: {rate:.0f} tokens/s")
-    return rate
+    with contextlib.closing(_feed(workload, trainer.config, "bf16", RESIDENT_PACKS)) as source:
+        for batch in source:
+            batches.append(replace(batch, packs=[_states_on_device(pack) for pack in batch.packs]))
+    left_out = max(2, size.fed_steps // 10)
+    steps = left_out + size.fed_steps
+    timing = _timed(trainer, (batches[step % len(batches)] for step in range(steps)), left_out, steps, size)
+    print(f"resident ({len(batches)} packs): {timing}")
+    return timing.tokens_per_second
 
 
 def _states_on_device(pack: PackedBatch) -> PackedBatch:
     return replace(
         pack,
-        hidden_states=pack.hidden_states.to(DEVICE),
-        verifier_last_hidden_states=pack.verifier_last_hidden_states.to(DEVICE),
+        hidden_states=pack.hidden_states.to(DEVICE, copy=True),
+        verifier_last_hidden_states=pack.verifier_last_hidden_states.to(DEVICE, copy=True),
+        input_ids=pack.input_ids.clone(),
+        loss_mask=pack.loss_mask.clone(),
+        position_ids=pack.position_ids.clone(),
     )
 
 
-def fed_rate(workload: Workload, encoding: str) -> float:
-    """(b): tokens/s of the loop's steps on batches from this encoding's shards."""
+def upload_rate(trainer: Trainer) -> None:
+    """Print how long the upload of a full pack takes by itself, from a ring as the input processes fill it."""
+    if DEVICE.type == "cpu":
+        return
+    meta = trainer.loader.store.read_unchecked(0, lambda file: file.meta)
+    ring = PackRing(
+        PackLayout(trainer.config.total_seq_len, (len(meta.layer_ids) - 1) * meta.hidden_size, meta.hidden_size), 1
+    )
+    ring.pin()
+    try:
+        host = ring.slots[0]
+        sources = (host.hidden_states, host.verifier_last_hidden_states)
+        targets = [torch.empty_like(source, device=DEVICE) for source in sources]
+        times = []
+        for _ in range(6):
+            began = _mark()
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            times.append((began, _mark()))
+        synchronize()
+        usual = statistics.median(_ms_between(*pair) for pair in times)
+        size_bytes = sum(source.nbytes for source in sources)
+        print(f"upload by itself: {usual:.1f} ms for a pack of {size_bytes / 1e6:.0f} MB", flush=True)
+        del sources, host
+    finally:
+        ring.close()
+
+
+def fed_rate(workload: Workload, encoding: str, num_threads: int | None = None) -> float:
+    """(b): tokens/s of the loop's steps on batches from this encoding's shards.
+
+    Args:
+        num_threads: of the trainer's host computation, if not what the trainer takes.
+    """
     trainer = our_trainer(workload)
-    config = trainer.config
-    store = ShardStore(workload.spec(config, encoding).hidden_states_uri, config.shuffle_window_shards)
-    schedule = Schedule(build_index(store, config), config)
-    loader = StepLoader(store, schedule, config, 0, 1)
+    usual_threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads or usual_threads)
     steps = LEFT_OUT_STEPS + workload.size.fed_steps
-    workers = input_workers(config, DEVICE) or 2
-    rate, waited = _rate(trainer, feed(loader, 0, steps, DEVICE, workers), LEFT_OUT_STEPS)
+    try:
+        with contextlib.closing(_feed(workload, trainer.config, encoding, steps + STEPS_BEYOND)) as batches:
+            timing = _timed(trainer, batches, LEFT_OUT_STEPS, steps, workload.size)
+    finally:
+        torch.set_num_threads(usual_threads)
     folder = Path(workload.folder, encoding)
     gigabytes = sum(file.stat().st_size for file in folder.rglob("*.parquet")) / 1e9
-    print(
-        f"{encoding}: {rate:.0f} tokens/s, {waited:.2f} s waited for input; {workers} processes, {gigabytes:.1f} GB"
-    )
-    return rate
+    print(f"{encoding}: {timing}; {gigabytes:.1f} GB of shards, {num_threads or usual_threads} host threads")
+    return timing.tokens_per_second
 
 
-def _rate(trainer: Trainer, batches: Iterable[StepBatch], left_out: int) -> tuple[float, float]:
-    """Tokens/s, and seconds that input was waited for, from step `left_out` on."""
+def _feed(workload: Workload, config: TrainConfig, encoding: str, steps: int) -> Any:
+    store = ShardStore(workload.spec(config, encoding).hidden_states_uri, config.shuffle_window_shards)
+    # Each feeding checks its shards, as a trainer that was just started does.
+    store.files.group += f" {time.monotonic_ns()}"
+    loader = StepLoader(store, Schedule(build_index(store, config), config), config, 0, 1)
+    return feed(loader, 0, steps, DEVICE, input_workers(config, DEVICE) or 2)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where the time of the steps went, as means over them.
+
+    Args:
+        wall_ms: of one step.
+        input_wait_ms: the host waited for the next pack, as the trainer's metrics say it.
+        host_cpu_ms: CPU time of the thread that launches; close to `wall_ms` less the wait, it is what limits.
+        process_cpu_ms: CPU time of all threads of the trainer's process.
+        pushed_aside: how often a step's host threads lost their core to others.
+        device_wait_ms: from the device's end of one step to its having the next pack.
+        device_ms: from then to the end of the step, gaps between its kernels included.
+        workers: input processes (one of them checks shards).
+        worker_cpu_ms: their CPU time for one step, all together.
+        megabytes: decoded states of one step.
+    """
+
+    tokens_per_second: float
+    wall_ms: float
+    input_wait_ms: float
+    host_cpu_ms: float
+    process_cpu_ms: float
+    pushed_aside: float
+    device_wait_ms: float
+    device_ms: float
+    workers: int
+    worker_cpu_ms: float
+    megabytes: float
+
+    def __str__(self) -> str:
+        said = (
+            f"{self.tokens_per_second:.0f} tokens/s, input wait {self.input_wait_ms / self.wall_ms:.1%}; "
+            f"ms a step: {self.wall_ms:.1f}, device {self.device_ms:.1f} and waiting {self.device_wait_ms:.1f}, "
+            f"host waiting {self.input_wait_ms:.1f}, its CPU {self.host_cpu_ms:.1f} (process "
+            f"{self.process_cpu_ms:.1f}, pushed aside {self.pushed_aside:.1f} times)"
+        )
+        if not self.workers:
+            return said
+        rate = self.megabytes / max(self.worker_cpu_ms, 1e-9) * 1e3
+        busy = self.worker_cpu_ms / self.wall_ms / self.workers
+        return (
+            f"{said}; {self.workers} processes, {self.worker_cpu_ms:.0f} ms of CPU a step: {busy:.0%} busy, "
+            f"{rate:.0f} MB/s each by CPU time"
+        )
+
+
+def _timed(trainer: Trainer, batches: Iterable[StepBatch], left_out: int, steps: int, size: Size) -> Timing:
+    """The steps [left_out, steps) of the loop."""
     meter = Meter()
     trainer.step = 1
     source = iter(batches)
-    number = 0
-    while True:
+    marks: list[tuple[Any, Any]] = []
+    num_tokens, bytes_per_token = 0, 2 * len(size.layer_ids) * size.hidden_size
+    began = _Used.now()
+    for number in range(steps):
         if number == left_out:
             synchronize()
+            marks.clear()
             meter.take()
+            num_tokens = 0
+            began = _Used.now()
         with meter.waiting():
-            batch = next(source, None)
-        if batch is None:
-            synchronize()
-            return meter.take()
-        trainer._train_step(batch, meter)
+            batch = next(source)
+        trainer._train_step(replace(batch, packs=_Marked(batch.packs, marks)), meter)
         meter.count(batch.num_tokens)
-        number += 1
+        num_tokens += batch.num_tokens
+    end = _mark()
+    synchronize()
+    rate, waited = meter.take()
+    used, count = _Used.now(), steps - left_out
+    after = [mark[0] for mark in marks[1:]] + [end]
+    return Timing(
+        tokens_per_second=rate,
+        wall_ms=(used.wall - began.wall) / count * 1e3,
+        input_wait_ms=waited / count * 1e3,
+        host_cpu_ms=(used.thread - began.thread) / count * 1e3,
+        process_cpu_ms=(used.process - began.process) / count * 1e3,
+        pushed_aside=(used.pushed_aside - began.pushed_aside) / count,
+        device_wait_ms=sum(_ms_between(*mark) for mark in marks) / count,
+        device_ms=sum(_ms_between(got, done) for (_, got), done in zip(marks, after, strict=True)) / count,
+        workers=len(used.workers),
+        worker_cpu_ms=sum(used.workers[pid] - began.workers.get(pid, 0.0) for pid in used.workers) / count * 1e3,
+        megabytes=num_tokens * bytes_per_token / count / 1e6,
+    )
+
+
+@dataclass(frozen=True)
+class _Used:
+    """Seconds by each clock, and of each input process; involuntary context switches of this process."""
+
+    wall: float
+    thread: float
+    process: float
+    pushed_aside: int
+    workers: dict[int, float]
+
+    @classmethod
+    def now(cls) -> _Used:
+        workers = {}
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if "spawn_main" in " ".join(child.cmdline()):
+                    times = child.cpu_times()
+                    workers[child.pid] = times.user + times.system
+        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        return cls(time.perf_counter(), time.thread_time(), time.process_time(), switches, workers)
+
+
+class _Marked:
+    """A step's packs. `marks` get two marks of each: before the device waits for it, and when it has it."""
+
+    def __init__(self, packs: Any, marks: list[tuple[Any, Any]]) -> None:
+        self._packs, self._marks = packs, marks
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        source = iter(self._packs)
+        for _ in range(len(self._packs)):
+            asked = _mark()
+            pack = next(source)
+            self._marks.append((asked, _mark()))
+            yield pack
+
+
+def _mark() -> Any:
+    """A point in what the device does."""
+    if DEVICE.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _ms_between(first: Any, second: Any) -> float:
+    return (second - first) * 1e3 if DEVICE.type == "cpu" else first.elapsed_time(second)
 
 
 class _Counted:
@@ -119,6 +293,7 @@ def peer_rate(workload: Workload) -> float:
     from speculators.train.dataloader import create_train_val_loaders
 
     size, config = workload.size, config_of(workload.size)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # what a process of its own would have
     _lengthen(workload)
     loader, _ = create_train_val_loaders(
         data_path=str(workload.peer_folder / "long"), total_seq_len=size.total_seq_len,
@@ -139,7 +314,7 @@ def peer_rate(workload: Workload) -> float:
         peer.get_local_rank = lambda: "cpu"
         torch.accelerator.synchronize = lambda *_: None
     skip = min(PEER_LEFT_OUT_STEPS, len(loader) // 3)
-    steps = min(len(loader), skip + size.fed_steps)
+    steps = min(len(loader), skip + min(PEER_STEPS, size.fed_steps))
     settings = peer_config(workload, workload.folder / "peer-out", train_call_kwargs=options, max_steps=steps)
     trainer = peer.Trainer(peer_model(workload), settings, counted, None)
 

@@ -43,7 +43,7 @@ class Size:
     prompt_share: float = 0.22
     """Share of each sample's tokens that is its prompt, and not trained on."""
     timed_steps: int = 20
-    fed_steps: int = 100
+    fed_steps: int = 80
     layer_ids: tuple[int, ...] = (2, 16, 29, 32)
 
     @property

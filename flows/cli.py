@@ -63,14 +63,22 @@ def _config(options: argparse.Namespace) -> PipelineConfig:
     return config
 
 
-def _run(options: argparse.Namespace) -> int:
-    from flows.embedded_prefect import prefect_api
+def _refuse_unfit(config: PipelineConfig) -> None:
+    """Raise InputError for what could not be used in hours, when its stage's turn comes."""
     from flows.import_checks import refuse_unfit_import
     from flows.resolve import resolve
+    from infra.trackers import check_trackers
+
+    check_trackers(config.train)
+    refuse_unfit_import(config, resolve(config))
+
+
+def _run(options: argparse.Namespace) -> int:
+    from flows.embedded_prefect import prefect_api
     from infra.storage import check_root
 
     config = _config(options)
-    refuse_unfit_import(config, resolve(config))  # wrong input ends here, before anything is started
+    _refuse_unfit(config)  # wrong input ends here, before anything is started
     check_root(config.root)
     with prefect_api():
         from prefect.exceptions import TerminationSignal
@@ -113,11 +121,9 @@ def _headline(outcome: dict[str, Any]) -> str:
 
 def _plan(options: argparse.Namespace) -> int:
     from flows.forecast import forecast
-    from flows.import_checks import refuse_unfit_import
-    from flows.resolve import resolve
 
     config = _config(options)
-    refuse_unfit_import(config, resolve(config))
+    _refuse_unfit(config)
     stages = forecast(config)
     if options.json:
         print(json.dumps({"stages": stages}))

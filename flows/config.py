@@ -77,6 +77,12 @@ class PipelineConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _start_is_clear(self) -> Self:
+        if self.vocab.from_start and self.train.init_from is None:
+            raise ValueError("vocab.from_start: keeps the vocabulary of train.init_from's draft; name one there")
+        return self
+
+    @model_validator(mode="after")
     def _answers_fit(self) -> Self:
         longest = self.vllm.max_model_len
         for section, limit in (("generate", self.generate.max_tokens), ("evaluate", self.evaluate.max_tokens)):

@@ -11,6 +11,7 @@ from pathlib import Path
 from prefect import flow
 
 from flows.config import PipelineConfig
+from flows.prompts import heldout_rows
 from flows.stage import Stages, StageWork, Summary, run_all, run_stage, with_restarts
 from infra import manifest
 from infra.evaluation import (
@@ -27,7 +28,6 @@ from infra.manifest import Shard, StageRef
 from infra.prompts import HELDOUT
 from infra.provenance import git_commit, hardware_name, package_versions
 from infra.report import Served
-from infra.tables import read_table
 from infra.verifier import Verifier
 from infra.vllm_server import VllmServer, vllm_version
 from tasks.evaluate import FILES, fetch_speculator, measure_slot, write_evaluation
@@ -85,10 +85,7 @@ async def make_evaluation(work: StageWork) -> None:
 
 def heldout_prompts(config: PipelineConfig, prompts: StageRef) -> dict[str, list[EvaluationPrompt]]:
     """The prompts to measure with, by dataset label."""
-    records = manifest.read_records(prompts.uri)
-    planned = [shard for shard in manifest.read_plan(prompts.uri) if shard.extra["split"] == HELDOUT]
-    rows = [row for shard in planned for row in read_table(prompts.uri, records[shard.shard]).to_pylist()]
-    return select_prompts(rows, config.evaluate)
+    return select_prompts(heldout_rows(prompts), config.evaluate)
 
 
 @contextlib.asynccontextmanager
@@ -99,8 +96,7 @@ async def servers_side_by_side(
 
     Without prefix caching: a later round would skip the prefill that the first one paid for.
     """
-    plain = [*config.vllm.extra_args, "--no-enable-prefix-caching"]
-    vllm = config.vllm.model_copy(update={"extra_args": plain})
+    vllm = config.vllm.without_prefix_caching()
     servers: dict[Method, VllmServer] = {}
     async with contextlib.AsyncExitStack() as stack:
 

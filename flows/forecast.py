@@ -15,6 +15,7 @@ from infra.extraction_config import resolve_layer_ids
 from infra.manifest import StageRef, StageState
 from infra.prompts import load_prompts
 from infra.schemas import STATUS_FAILED
+from infra.start_draft import START
 from infra.verifier import resolve_shape
 
 
@@ -73,13 +74,15 @@ def _costs(
     longest = config.generate.max_tokens
     measured = sum(config.evaluate.num_prompts) * config.evaluate.rounds * len(config.evaluate.methods)
     steps = config.train.num_steps
+    revision = stages["drafts"].content["revisions"].get(START)
+    start = "" if revision is None else f", from train.init_from.revision={revision}"
     hidden = stages["hidden_states"], states["hidden_states"]
     return {
         "prompts": lambda: f"{samples} train samples, {heldout} heldout prompts",
         "responses": lambda: f"{requests} requests, at most {requests * longest:,} new tokens{kept}",
         "hidden_states": lambda: f"{samples} samples, {_state_costs(config, *hidden, samples * longest)}",
         "vocab": lambda: f"{config.vocab.draft_vocab_size:,} token ids",
-        "drafts": lambda: f"{steps:,} optimizer steps" if steps else f"{config.train.epochs:g} epochs",
+        "drafts": lambda: (f"{steps:,} optimizer steps" if steps else f"{config.train.epochs:g} epochs") + start,
         "evaluations": lambda: f"{measured} requests of at most {config.evaluate.max_tokens} tokens",
         **import_costs(config),
     }

@@ -27,6 +27,7 @@ from infra.interchange import DataFolder
 from infra.interchange_export import export_states
 from infra.interchange_import import ImportConfig, import_revision, open_folder
 from infra.manifest import Shard
+from infra.start_draft import kept_tokens
 from infra.state_checks import StateChecks, open_head
 from infra.state_verdict import refuse_bad_states
 from infra.verifier import resolve_shape
@@ -166,7 +167,8 @@ def export(config: PipelineConfig, options: argparse.Namespace) -> None:
     shape = resolve_shape(config.verifier)
     if config.vocab.draft_vocab_size > shape.vocab_size:
         raise InputError("vocab.draft_vocab_size", f"must be at most {shape.vocab_size}, the verifier's tokens")
-    written = export_states(stage.uri, folder, config.vocab, shape.vocab_size)
+    kept = kept_tokens(config.vocab, config.train.init_from, shape.vocab_size)
+    written = export_states(stage.uri, folder, config.vocab, shape.vocab_size, kept)
     if options.json:
         print(json.dumps(written.to_json()))
         return

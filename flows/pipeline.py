@@ -16,6 +16,7 @@ from flows.prompts import prompts
 from flows.stage import Summary, redo_damaged_shards
 from flows.train import train
 from flows.vocab import vocab
+from infra.trackers import check_trackers
 
 STAGE_FLOWS = {
     "prompts": prompts,
@@ -34,7 +35,11 @@ async def speculator_pipeline(config: PipelineConfig, until: StageName = "evalua
 
     Args:
         until: the last stage to make.
+
+    Raises:
+        InputError: among others, where a tracker that the config names cannot be used here.
     """
+    check_trackers(config.train)
     async with lineage(config) as run:
         run.stages = await run_stages(config, until)
         return await publish_outcome(run)

@@ -16,6 +16,7 @@ from infra.prompts import dataset_revisions
 from infra.provenance import hardware_name
 from infra.salvage import salvaging
 from infra.schemas import SCHEMA_VERSIONS
+from infra.start_draft import START, start_revision
 from infra.verifier import resolve_revision
 from infra.vllm_server import vllm_version
 
@@ -24,7 +25,7 @@ def resolve(config: PipelineConfig) -> dict[str, StageRef]:
     """Each stage's place and key, by stage name, in the order of the pipeline.
 
     Raises:
-        InputError: a prompt file, the verifier or vLLM's interpreter is not there.
+        InputError: a prompt file, the verifier, the start draft or vLLM's interpreter is not there.
     """
     stages: dict[str, StageRef] = {}
 
@@ -46,8 +47,9 @@ def resolve(config: PipelineConfig) -> dict[str, StageRef]:
     else:
         add("responses", {SECTION: imported.content()}, {**verifier, IMPORTED: import_revision(imported)}, ())
         add("hidden_states", config.extract.content(), verifier, ("responses",))
-    add("vocab", config.vocab.content(), verifier, ("responses",))
-    add("drafts", config.train.content(), verifier, ("hidden_states", "vocab"))
+    start = {} if config.train.init_from is None else {START: start_revision(config.train.init_from)}
+    add("vocab", config.vocab.content(), verifier | (start if config.vocab.from_start else {}), ("responses",))
+    add("drafts", config.train.content(), verifier | start, ("hidden_states", "vocab"))
     measured_with = {
         **verifier,
         "vllm": vllm_version(config.vllm),

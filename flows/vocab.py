@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
 from prefect import flow
 
@@ -12,7 +14,7 @@ from infra import manifest
 from infra.manifest import Shard
 from infra.verifier import resolve_shape
 from infra.vocab import FILE_NAME
-from tasks.vocab import build_vocabulary
+from tasks.vocab import build_vocabulary, coverage_figures
 
 
 @flow(name="vocab", flow_run_name="vocab {config.root}")
@@ -27,7 +29,13 @@ def plan_shards(stages: Stages) -> list[Shard]:
     return [Shard("00000", names, {"file": FILE_NAME})]
 
 
-async def make_vocabulary(work: StageWork) -> None:
+async def make_vocabulary(work: StageWork) -> Mapping[str, Any]:
     shape = await asyncio.to_thread(resolve_shape, work.config.verifier)
+    config, made = work.config, dict(work.state.records)
     for shard in work.state.missing:
-        await build_vocabulary(work.stage, shard, await work.inputs(), work.config.vocab, shape.vocab_size)
+        inputs = await work.inputs()
+        made[shard.shard] = await build_vocabulary(
+            work.stage, shard, inputs, config.vocab, shape.vocab_size, config.train.init_from
+        )
+    (record,) = made.values()
+    return await asyncio.to_thread(coverage_figures, work.stage, record)

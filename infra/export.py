@@ -41,6 +41,8 @@ class ExportContract:
         hidden_size: of the verifier.
         num_layers: decoder layers of the draft.
         ttt_steps: how far ahead the draft was trained to guess.
+        norm_before_residual, fc_norm, norm_output: how the draft was trained (`TrainConfig`); vLLM does as
+            config.json says, whatever the weights were trained for.
     """
 
     extracted_layer_ids: tuple[int, ...]
@@ -50,6 +52,9 @@ class ExportContract:
     hidden_size: int
     num_layers: int = 1
     ttt_steps: int = 3
+    norm_before_residual: bool = True
+    fc_norm: bool = False
+    norm_output: bool = False
 
     @property
     def aux_hidden_state_layer_ids(self) -> list[int]:
@@ -112,7 +117,7 @@ def check_export(config: bytes, weights: bytes, contract: ExportContract) -> Non
         tensors = load(weights)
     except (ValueError, SafetensorError) as error:
         raise StageFailed(f"export refused: it cannot be read ({error})") from error
-    breaches = [*_config_breaches(found, contract), *_weight_breaches(tensors, contract)]
+    breaches = [*_config_breaches(found, contract), *_weight_breaches(tensors, found, contract)]
     if breaches:
         raise StageFailed("export refused: " + "; ".join(breaches))
 
@@ -135,6 +140,14 @@ def _config_breaches(config: Mapping[str, Any], contract: ExportContract) -> Ite
     methods = speculators.get("proposal_methods") or [{}]
     expected = [
         ("speculators_model_type", config.get("speculators_model_type"), "eagle3"),
+        ("dtype", config.get("dtype"), "bfloat16"),
+        ("model_type", layer.get("model_type"), "llama"),
+        # With the defaults that vLLM has for them.
+        ("norm_before_residual", config.get("norm_before_residual", True), contract.norm_before_residual),
+        ("fc_norm", config.get("fc_norm", False), contract.fc_norm),
+        ("norm_output", config.get("norm_output", False), contract.norm_output),
+        ("norm_before_fc", config.get("norm_before_fc", False), False),
+        ("target_hidden_size", config.get("target_hidden_size") or contract.hidden_size, contract.hidden_size),
         (
             "eagle_aux_hidden_state_layer_ids",
             config.get("eagle_aux_hidden_state_layer_ids"),
@@ -156,24 +169,27 @@ def _config_breaches(config: Mapping[str, Any], contract: ExportContract) -> Ite
             yield f"{CONFIG_FILE} names a path of this machine at {name}: {value}"
 
 
-def _weight_breaches(tensors: Mapping[str, Tensor], contract: ExportContract) -> Iterator[str]:
-    vocab, hidden = contract.vocab, contract.hidden_size
-    num_aux = len(contract.aux_hidden_state_layer_ids)
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, num_aux * hidden),
-        "norm.weight": (hidden,),
-        "embed_tokens.weight": (vocab.verifier_vocab_size, hidden),
-        "lm_head.weight": (vocab.draft_vocab_size, hidden),
-        **{f"layers.{layer}.input_layernorm.weight": (hidden,) for layer in range(contract.num_layers)},
-    }
+def _weight_breaches(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], contract: ExportContract
+) -> Iterator[str]:
+    vocab = contract.vocab
     reduced = vocab.draft_vocab_size != vocab.verifier_vocab_size
+    try:
+        shapes = _shapes(config.get("transformer_layer_config") or {}, contract)
+    except KeyError as error:
+        yield f"{CONFIG_FILE} lacks transformer_layer_config.{error.args[0]}"
+        return
     if reduced:
         shapes |= {"d2t": (vocab.draft_vocab_size,), "t2d": (vocab.verifier_vocab_size,)}
     for name, shape in shapes.items():
+        # vLLM does not notice that one is absent (llama_eagle3's load_weights does not tell what it has loaded).
         if name not in tensors:
             yield f"{WEIGHTS_FILE} lacks {name}"
         elif tuple(tensors[name].shape) != shape:
             yield f"{name} has shape {list(tensors[name].shape)}, not {list(shape)}"
+    for name in sorted(set(tensors) - set(shapes)):
+        if not name.endswith(".bias"):
+            yield f"{WEIGHTS_FILE} has {name}, which is no part of such a draft"
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype != torch.bfloat16:
             yield f"{name} is {tensor.dtype}, not bfloat16"
@@ -181,6 +197,44 @@ def _weight_breaches(tensors: Mapping[str, Tensor], contract: ExportContract) ->
             yield f"{name} holds values that are not finite"
     if reduced and {"d2t", "t2d"} <= set(tensors):
         yield from _map_breaches(tensors["d2t"], tensors["t2d"], vocab)
+
+
+def _shapes(layer: Mapping[str, Any], contract: ExportContract) -> dict[str, tuple[int, ...]]:
+    """Shape of each weight, as the draft's own config has them.
+
+    Raises:
+        KeyError: the config lacks what they follow from.
+    """
+    vocab, hidden = contract.vocab, contract.hidden_size
+    num_aux = len(contract.aux_hidden_state_layer_ids)
+    inner, heads = int(layer["intermediate_size"]), int(layer["num_attention_heads"])
+    head_dim = int(layer.get("head_dim") or hidden // heads)
+    queries, keys = heads * head_dim, int(layer.get("num_key_value_heads") or heads) * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, num_aux * hidden),
+        "norm.weight": (hidden,),
+        "embed_tokens.weight": (vocab.verifier_vocab_size, hidden),
+        "lm_head.weight": (vocab.draft_vocab_size, hidden),
+        "layers.0.hidden_norm.weight": (hidden,),
+    }
+    if contract.fc_norm:
+        shapes |= {f"fc_norm.{number}.weight": (hidden,) for number in range(num_aux)}
+    for number in range(contract.num_layers):
+        # The first layer reads the token beside the state.
+        read = 2 * hidden if number == 0 else hidden
+        of_layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (queries, read),
+            "self_attn.k_proj": (keys, read),
+            "self_attn.v_proj": (keys, read),
+            "self_attn.o_proj": (hidden, queries),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        shapes |= {f"layers.{number}.{name}.weight": shape for name, shape in of_layer.items()}
+    return shapes
 
 
 def _map_breaches(d2t: Tensor, t2d: Tensor, vocab: VocabMap) -> Iterator[str]:

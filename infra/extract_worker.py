@@ -10,23 +10,29 @@ lines: one set-up line and then requests on stdin, one reply line each on stdout
     reply    {"request": 7, "shard": "00012", "num_tokens": 3, "seconds": 0.1,
               "samples": [{"sample_id": "a", "path": "DIR/000000.safetensors"} or {"sample_id": ..., "error": ...}]}
 
-Samples are answered in their order. A file named in a reply is whole: `hidden_states` [tokens, layers, hidden] and
+A request is put into the engine as it comes, beside those that are in it, so that its batches stay full; `seconds`
+are those since it came or, if that is later, since the last reply. Samples are answered in their order, requests as
+they are done. A file named in a reply is whole: `hidden_states` [tokens, layers, hidden] and
 `token_ids` [tokens]. The parent owns the staging folder and deletes what it has read. A sample that the engine
 refuses is an error of that sample; an engine that fails ends this process, and the parent reads its log.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
+import queue
 import sys
+import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput
 
 # The connector overrides private methods of vLLM's: another version may no longer call them, and then write nothing
 # or the wrong states without a word. Add a version once tests/e2e/test_extraction_states.py passes with it, or, on
@@ -35,6 +41,7 @@ TESTED_VLLM_VERSIONS = ("0.24.0", "0.32.0")
 EXIT_REFUSED = 2
 # A file is renamed into place by a writer thread shortly after its sample is reported finished.
 FILE_TIMEOUT_SECONDS = 120.0
+FILE_POLL_SECONDS = 0.002
 
 
 def main() -> int:
@@ -48,9 +55,8 @@ def main() -> int:
     llm = _start_engine(setup["engine_flags"], setup["layer_ids"])
     max_model_len = int(llm.model_config.max_model_len)
     _reply(replies, {"ready": _vllm_version(), "max_model_len": max_model_len})
-    for line in sys.stdin:
-        request = json.loads(line)
-        _reply(replies, _extract(llm, request, max_model_len))
+    for reply in _served(llm, _read_ahead(sys.stdin), max_model_len):
+        _reply(replies, reply)
     return 0
 
 
@@ -131,21 +137,75 @@ def _start_engine(flags: list[str], layer_ids: list[int]) -> LLM:
     return LLM.from_engine_args(args)
 
 
-def _extract(llm: LLM, request: dict[str, Any], max_model_len: int) -> dict[str, Any]:
-    """Run one request's samples through the engine; the reply for it."""
+@dataclasses.dataclass
+class _Request:
+    """One that is in the engine.
+
+    Attributes:
+        results: one for each sample, in their order.
+        unfinished: by vLLM's id, those that the engine has not finished.
+        deadline: for the files, on the monotonic clock; set when the last is finished.
+    """
+
+    number: int
+    shard: str
+    came: float
+    results: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    unfinished: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    num_tokens: int = 0
+    deadline: float = 0.0
+
+    def reply(self, seconds: float) -> dict[str, Any]:
+        told = {"request": self.number, "shard": self.shard, "samples": self.results}
+        return {**told, "num_tokens": self.num_tokens, "seconds": seconds}
+
+
+def _read_ahead(source: TextIO) -> queue.SimpleQueue[str]:
+    """The lines of `source` as they come, and an empty one after the last."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in source:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+def _served(llm: LLM, lines: queue.SimpleQueue[str], max_model_len: int) -> Iterator[dict[str, Any]]:
+    """The reply to each request of `lines`, as soon as it is done."""
+    requests: list[_Request] = []
+    last_reply, ended = 0.0, False
+    while requests or not ended:
+        try:
+            line = lines.get(block=not requests)
+        except queue.Empty:
+            _step(llm, requests)
+        else:
+            if line:
+                requests.append(_begin(llm, json.loads(line), max_model_len))
+            ended = not line
+            continue
+        for request in [request for request in requests if _settled(request)]:
+            requests.remove(request)
+            now = time.monotonic()
+            yield request.reply(now - max(request.came, last_reply))
+            last_reply = now
+
+
+def _begin(llm: LLM, request: dict[str, Any], max_model_len: int) -> _Request:
+    """Put one request's samples into the engine."""
     from vllm import SamplingParams, exceptions
 
     # Of vLLM 0.24 all refusals are ValueErrors; its later ones have a base of their own.
     refusals = (ValueError, getattr(exceptions, "VLLMClientError", ValueError))
-    started = time.monotonic()
-    staging: str = request["staging"]
-    results: list[dict[str, str]] = []
-    num_tokens = 0
+    begun = _Request(request["request"], request["shard"], time.monotonic())
     for index, sample in enumerate(request["samples"]):
-        path = os.path.join(staging, f"{index:06d}.safetensors")
+        path = os.path.join(request["staging"], f"{index:06d}.safetensors")
         input_ids: list[int] = sample["input_ids"]
         result: dict[str, str] = {"sample_id": sample["sample_id"]}
-        results.append(result)
+        begun.results.append(result)
         # One position is needed for the one token that vLLM insists on making.
         if not 0 < len(input_ids) < max_model_len:
             result["error"] = f"{len(input_ids)} tokens; extraction takes 1 to {max_model_len - 1}"
@@ -157,53 +217,53 @@ def _extract(llm: LLM, request: dict[str, Any], max_model_len: int) -> dict[str,
             extra_args={"kv_transfer_params": {"hidden_states_path": path}},
         )
         try:
-            llm.enqueue([{"prompt_token_ids": input_ids}], params, use_tqdm=False)
+            (name,) = llm.enqueue([{"prompt_token_ids": input_ids}], params, use_tqdm=False)
         except refusals as error:  # for example an id outside the vocabulary
             result["error"] = f"vLLM refuses the prompt: {_one_line(error)}"
             continue
         result["path"] = path
-        num_tokens += len(input_ids)
-    announced = {
-        (output.kv_transfer_params or {}).get("hidden_states_path")
-        for output in llm.wait_for_completion(use_tqdm=False)
-    }
-    deadline = time.monotonic() + FILE_TIMEOUT_SECONDS
-    for result in results:
-        _settle(result, announced, deadline)
-    seconds = time.monotonic() - started
-    return {
-        "request": request["request"],
-        "shard": request["shard"],
-        "samples": results,
-        "num_tokens": num_tokens,
-        "seconds": seconds,
-    }
+        begun.unfinished[name.partition("-")[0]] = result  # what follows is vLLM's own, and not in its outputs
+        begun.num_tokens += len(input_ids)
+    return begun
 
 
-def _settle(result: dict[str, str], announced: set[str | None], deadline: float) -> None:
-    """Wait for the sample's file; put its error in the place of its path if it will not come."""
-    path = result.get("path")
-    if path is None:
+def _step(llm: LLM, requests: Iterable[_Request]) -> None:
+    """Wait for the engine's next outputs, or for a moment where it has none to come."""
+    if not llm.llm_engine.has_unfinished_requests():
+        time.sleep(FILE_POLL_SECONDS)
         return
-    if path not in announced:
-        problem = "vLLM finished the sample without saving its hidden states"
-    else:
-        problem = _wait_for_file(path, deadline)
-    if problem:
+    for output in llm.llm_engine.step():
+        if output.finished:
+            _finish(output, requests)
+
+
+def _finish(output: RequestOutput, requests: Iterable[_Request]) -> None:
+    """Take the engine's word that a sample is done, and its file on the way."""
+    for request in requests:
+        if (result := request.unfinished.pop(output.request_id, None)) is not None:
+            request.deadline = time.monotonic() + FILE_TIMEOUT_SECONDS
+            if (output.kv_transfer_params or {}).get("hidden_states_path") != result["path"]:
+                del result["path"]
+                result["error"] = "vLLM finished the sample without saving its hidden states"
+
+
+def _settled(request: _Request) -> bool:
+    """Whether each sample's file is there, whole, or will not come: then its error is in the place of its path."""
+    if request.unfinished:
+        return False
+    for result in request.results:
+        if not (path := result.get("path")) or os.path.exists(path):
+            continue
+        failure = Path(path + ".error")
+        if failure.exists():
+            problem = f"the hidden states could not be written: {failure.read_text(encoding='utf-8')}"
+        elif time.monotonic() > request.deadline:
+            problem = f"the hidden states were not written within {FILE_TIMEOUT_SECONDS:.0f} s"
+        else:
+            return False
         del result["path"]
         result["error"] = problem
-
-
-def _wait_for_file(path: str, deadline: float) -> str:
-    """Empty once the file is there, whole; else why it is not."""
-    failure = Path(path + ".error")
-    while not os.path.exists(path):
-        if failure.exists():
-            return f"the hidden states could not be written: {failure.read_text(encoding='utf-8')}"
-        if time.monotonic() > deadline:
-            return f"the hidden states were not written within {FILE_TIMEOUT_SECONDS:.0f} s"
-        time.sleep(0.002)
-    return ""
+    return True
 
 
 def _one_line(error: Exception) -> str:

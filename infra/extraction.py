@@ -186,8 +186,9 @@ class ExtractionEngine:
             InputError: a sample has more states than the staging may ever hold.
             InfrastructureError: the staging disk has no room for the states.
         """
-        if not torch.cuda.is_available():
-            torch.set_num_threads(1)  # of the thread that checks and encodes: the engine computes on these cores
+        # Of the thread that checks and encodes: there is one for each shard, and each with a team of its own would
+        # have them spin against each other, and against an engine that computes on these cores.
+        torch.set_num_threads(1)
         waiting = deque(self._requests(samples))
         sent: deque[tuple[int, list[ExtractSample]]] = deque()
         held: deque[int] = deque()  # bytes of the results that the reader may still have: files gone, pages mapped

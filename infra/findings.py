@@ -10,9 +10,9 @@ from typing import Any
 
 from infra.comparison import FASTER, NO_DIFFERENCE, SLOWER
 from infra.evaluation import BASELINE
+from infra.vocab import LOWEST_COVERAGE
 
 LOWEST_ACCEPTANCE_RATE = 0.05
-LOWEST_VOCABULARY_COVERAGE = 0.95
 # Near-ties in bf16 part two greedy answers about once in hundreds of tokens; a broken sampler within a few.
 FEWEST_TOKENS_PER_DIFFERENCE = 30
 
@@ -79,10 +79,10 @@ def warnings(rows: Sequence[Row], data: DataFigures) -> list[str]:
     """What a reader must know before using the figures, each with what to do about it."""
     found = [line for row in rows for line in _row_warnings(row)]
     found += _slow_warnings(rows)
-    if data.vocabulary_coverage is not None and data.vocabulary_coverage < LOWEST_VOCABULARY_COVERAGE:
+    if data.vocabulary_coverage is not None and data.vocabulary_coverage < LOWEST_COVERAGE:
         found.append(
             f"The draft's vocabulary holds {percent(data.vocabulary_coverage)} of the trained tokens, under "
-            f"{percent(LOWEST_VOCABULARY_COVERAGE)}: the rest can never be drafted. Raise "
+            f"{percent(LOWEST_COVERAGE)}: the rest can never be drafted. Raise "
             "`vocab.draft_vocab_size`."
         )
     trained, evaluated = data.trained_length_tokens, data.evaluated_length_tokens

@@ -13,8 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
+from infra.errors import InputError
 from infra.fingerprint import content_sha256, sha256_hex
-from infra.locations import cache_folder
+from infra.locations import cache_folder, project_home
 
 logger = logging.getLogger("draftsmith.folders")
 
@@ -78,6 +81,42 @@ def is_sealed(folder: Path) -> bool:
         )
     except (OSError, KeyError, TypeError):
         return False
+
+
+def named_folder(name: str, field: str, right: str) -> Path | None:
+    """The local folder that a config names, None when it is a hub id. Relative paths start at the project's home.
+
+    Args:
+        field: config field to name in errors.
+        right: what would be right, where nothing is at a path.
+
+    Raises:
+        InputError: it is a path, and no folder is there.
+    """
+    path = project_home() / Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.is_file():
+        raise InputError(field, f"{path} is a file; name the folder of the checkpoint")
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise InputError(field, f"{path} is not there; {right}")
+    return None
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """The file of each tensor of a safetensors checkpoint: from its index file, else from the header of each file.
+
+    Raises:
+        OSError, ValueError, SafetensorError: it cannot be read.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return dict(json.loads(index.read_bytes())["weight_map"])
+    found: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path.name)
+    return found
 
 
 def weights_problem(folder: Path) -> str | None:

@@ -201,7 +201,7 @@ def _within(root: str, place: Place, objects: Listing, notes: list[str]) -> Iter
         unnamed = manifest.unnamed(unnamed, _all_records(stage_uri, objects))
     for name in unnamed:
         yield _item(place, name, "no record names it", [name], objects)
-    yield from _checkpoints(place, objects, complete=stated is not None)
+    yield from _checkpoints(root, place, objects, stated is not None, notes)
 
 
 def _all_records(stage_uri: str, objects: Iterable[str]) -> Iterator[ShardRecord]:
@@ -212,13 +212,18 @@ def _all_records(stage_uri: str, objects: Iterable[str]) -> Iterator[ShardRecord
             yield ShardRecord.from_json(load_object(body) or {})
 
 
-def _checkpoints(place: Place, objects: Listing, complete: bool) -> Iterator[Item]:
-    """All but the newest: two of them while training goes on. Of a complete stage one stays, from which a damaged
-    export is made again without training anew."""
+def _checkpoints(root: str, place: Place, objects: Listing, complete: bool, notes: list[str]) -> Iterator[Item]:
+    """All but the newest, two of them while training goes on, and the best that they name. Of a complete stage one
+    stays (or the last and the best), from which a damaged export is made again without training anew."""
     prefix = f"{checkpoint_files.FOLDER}/"
     folders = checkpoint_files.folders(name.removeprefix(prefix) for name in objects if name.startswith(prefix))
     committed = [ref for ref, files in folders.items() if checkpoint_files.COMMIT_FILE in files]
-    kept = committed[: 1 if complete else checkpoint_files.KEPT_CHECKPOINTS]
+    newest = committed[: 1 if complete else checkpoint_files.KEPT_CHECKPOINTS]
+    try:
+        kept = checkpoint_files.with_their_best(storage.join(root, *place), newest)
+    except (FileNotFoundError, ValueError):
+        notes.append(f"a newest checkpoint of {'/'.join(place)} cannot be read, so no other of its is removed")
+        return
     for ref, files in folders.items():
         if ref not in kept:
             reason = "superseded checkpoint" if ref in committed else "checkpoint that was never committed"

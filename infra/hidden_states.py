@@ -6,7 +6,7 @@ encoding (infra/state_encodings.py), which the schema's metadata names. A failed
 
 from __future__ import annotations
 
-import io
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from infra.schemas import STATUS_FAILED
-from infra.state_encodings import ENCODINGS, relative_error
+from infra.state_encodings import ALL, ENCODINGS, relative_error
 
 # Parquet counts the bytes of a value in 31 bits.
 MAX_VALUE_BYTES = 2**31 - 2**16
@@ -97,6 +97,30 @@ class HiddenRow:
 
 
 @dataclass(frozen=True)
+class EncodedSample:
+    """One sample whose states are still as the file has them.
+
+    Args:
+        input_ids: [tokens] int32.
+        loss_mask: [tokens] bool, true where trained.
+        payload: columns of the encoding, by name.
+        shape: tokens, layers, hidden.
+    """
+
+    sample_id: str
+    status: str
+    input_ids: Tensor
+    loss_mask: Tensor
+    payload: Mapping[str, Any]
+    shape: tuple[int, int, int]
+    encoding: str
+
+    def states(self, tokens: slice = ALL) -> tuple[Tensor, Tensor]:
+        """The two states of a HiddenSample, of some of the tokens."""
+        return ENCODINGS[self.encoding].decode(self.payload, self.shape, tokens)
+
+
+@dataclass(frozen=True)
 class HiddenSample:
     """One decoded sample. The tensors may share read-only memory with the file's bytes: never write into them.
 
@@ -115,6 +139,7 @@ class HiddenSample:
     verifier_last_hidden_states: Tensor
 
 
+@functools.cache
 def schema(meta: HiddenStatesMeta) -> pa.Schema:
     """The Arrow schema of a shard, metadata included."""
     encoding = ENCODINGS[meta.encoding]
@@ -149,7 +174,7 @@ def fail_rows(data: bytes, errors: Mapping[str, str]) -> bytes:
 
 def _written(row_tables: Iterable[pa.Table], meta: HiddenStatesMeta) -> bytes:
     """Parquet bytes with a row group for each table."""
-    sink = io.BytesIO()
+    sink = pa.BufferOutputStream()  # not a Python file, each of whose many writes would take the interpreter's lock
     codecs = dict.fromkeys(_ID_LEAVES, "zstd") | dict(ENCODINGS[meta.encoding].codecs)
     levels = {name: _ZSTD_LEVEL for name, codec in codecs.items() if codec == "zstd"}
     with pq.ParquetWriter(
@@ -162,7 +187,7 @@ def _written(row_tables: Iterable[pa.Table], meta: HiddenStatesMeta) -> bytes:
     ) as writer:
         for table in row_tables:
             writer.write_table(table)
-    return sink.getvalue()  # CPython hands the buffer itself over, not a copy
+    return bytes(sink.getvalue().to_pybytes())
 
 
 def decode(source: Any) -> Iterator[HiddenSample]:
@@ -219,7 +244,14 @@ class HiddenStatesFile:
         return self._file.read_row_group(index, use_threads=False)
 
     def sample(self, index: int) -> HiddenSample | None:
-        """The sample of row `index`; None where it failed.
+        """The sample of row `index`; None where it failed. Raises as `encoded`."""
+        found = self.encoded(index)
+        if found is None:
+            return None
+        return HiddenSample(found.sample_id, found.status, found.input_ids, found.loss_mask, *found.states())
+
+    def encoded(self, index: int) -> EncodedSample | None:
+        """The sample of row `index`, not decoded yet; None where it failed.
 
         Raises:
             ValueError: its payload is damaged.
@@ -241,14 +273,14 @@ class HiddenStatesFile:
                 raise ValueError(
                     f"row {index}: {size} bytes of {name}, not {width} for each of {num_tokens} tokens"
                 )
-        aux, last = self._encoding.decode(payload, (num_tokens, len(self.meta.layer_ids), self.meta.hidden_size))
-        return HiddenSample(
+        return EncodedSample(
             sample_id=values["sample_id"].as_py(),
             status=values["status"].as_py(),
             input_ids=torch.from_numpy(np.array(values["input_ids"].values, dtype=np.int32)),
             loss_mask=torch.from_numpy(np.array(values["loss_mask"].values, dtype=np.bool_)),
-            aux_hidden_states=aux,
-            verifier_last_hidden_states=last,
+            payload=payload,
+            shape=(num_tokens, len(self.meta.layer_ids), self.meta.hidden_size),
+            encoding=self.meta.encoding,
         )
 
 
@@ -281,9 +313,12 @@ def encoding_error(source: Any) -> dict[str, float] | None:
         `mean` and `worst` of the usable samples' `relative_error`, over all their tokens and layers; None where the
         encoding loses nothing or there is no token.
     """
-    rows = HiddenStatesFile(source).rows().filter(pc.field("status") != STATUS_FAILED)
+    shard = HiddenStatesFile(source)
+    if not ENCODINGS[shard.meta.encoding].lossy:
+        return None
+    rows = shard.rows().filter(pc.field("status") != STATUS_FAILED)
     num_tokens = pc.sum(rows["num_tokens"], min_count=0).as_py()
-    if "encoding_error_mean" not in rows.column_names or num_tokens == 0:
+    if num_tokens == 0:
         return None
     total = pc.sum(pc.multiply(rows["encoding_error_mean"].cast("float64"), rows["num_tokens"])).as_py()
     return {"mean": total / num_tokens, "worst": pc.max(rows["encoding_error_worst"]).as_py()}

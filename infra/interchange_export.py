@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from infra import manifest
 from infra.errors import InfrastructureError, InputError, StageFailed
@@ -73,12 +74,16 @@ class Exported:
         return asdict(self)
 
 
-def export_states(stage_uri: str, folder: Path, vocab: VocabConfig, verifier_vocab_size: int) -> Exported:
+def export_states(
+    stage_uri: str, folder: Path, vocab: VocabConfig, verifier_vocab_size: int, kept: Tensor | None = None
+) -> Exported:
     """Write a complete hidden_states stage, of any encoding, as a data folder that speculators trains on.
 
     Args:
         vocab: size of the draft's vocabulary, whose maps the folder gets.
         verifier_vocab_size: number of the verifier's tokens.
+        kept: tokens of that vocabulary, where they are not chosen by the samples (`vocab.from_start`).
+
     Raises:
         InputError: the stage is not complete, the folder is in use, or its disk has no room.
         DamagedShard: a shard is not what was committed.
@@ -93,7 +98,7 @@ def export_states(stage_uri: str, folder: Path, vocab: VocabConfig, verifier_voc
         with _alone(partial):
             exporter = _Exporter(stage_uri, records, partial, verifier_vocab_size)
             exporter.write_samples()
-            draft_vocab_size = exporter.write_vocabulary(vocab)
+            draft_vocab_size = exporter.write_vocabulary(vocab, kept)
             exporter.write_dataset()
             shutil.rmtree(partial / _WORK_FOLDER)
             os.replace(partial, folder)
@@ -195,11 +200,11 @@ class _Exporter:
         if not self.samples:
             raise StageFailed(f"{self._stage_uri} has no usable sample to export")
 
-    def write_vocabulary(self, vocab: VocabConfig) -> int | None:
+    def write_vocabulary(self, vocab: VocabConfig, kept: Tensor | None) -> int | None:
         """The maps that the trainer looks for by `--draft-vocab-size`, made of the exported samples."""
         if not self._counts.any():
             return None
-        built = build_map(vocab, [self._counts], len(self._counts))
+        built = build_map(vocab, [self._counts], len(self._counts), kept)
         size = built.draft_vocab_size
         np.save(self._partial / f"d2t-{size}.npy", built.d2t.numpy(), allow_pickle=False)
         np.save(self._partial / f"t2d-{size}.npy", built.t2d.numpy(), allow_pickle=False)

@@ -24,6 +24,11 @@ def log_file(stage: str, key: str, name: str) -> Path:
     return cache_folder() / "logs" / f"{stage}-{key}" / f"{name}.log"
 
 
+def tracker_folder(tracker: str, key: str) -> Path:
+    """Where a tracker keeps what it shows of one draft on this machine; the folder above shows all drafts."""
+    return cache_folder() / "logs" / tracker / key
+
+
 def package_files(package: str, suffix: str) -> list[Path]:
     """Files of an installed Python package whose name ends in `suffix`, sorted, without importing the package.
 

@@ -43,14 +43,18 @@ from torch import Tensor
 from infra.config import CONTENT, Config
 from infra.verifier_head import VerifierHead
 
-# Positions whose logits are in memory at once: 42 MB of float32 for a vocabulary of 163,840, and twice that
-# beside it.
-_CHUNK_POSITIONS = 64
+# Positions that the head is read from memory for at once: 84 MB of bf16 logits for a vocabulary of 163,840.
+_CHUNK_POSITIONS = 256
+# Of these, logits that are worked on at once: what the passes over them touch fits a core's cache.
+_VALUES_AT_ONCE = 2**18
 # What a sound sample is judged by.
 _FIRST_POSITIONS = 8
 # Exponents `a` of the module's docstring: about shortfall / variance tells most.
 _FLATTENINGS = (0.25, 0.5)
 _COLUMNS = 6 + len(_FLATTENINGS)
+# Of a token against the first choice. Less is nothing to a float32 sum, and an exponential that is no normal number
+# would make each operation many times as slow.
+_LEAST_LOG_WEIGHT = -80.0
 # Lower temperatures, 0 too, are judged as this one: divided by less, the rounding of a logit (bf16 logits of 16 to
 # 32 are 0.125 apart, quantized kernels differ more) would count as a shortfall.
 LOWEST_TEMPERATURE = 0.2
@@ -214,7 +218,10 @@ def _looks(head: VerifierHead, excerpts: Sequence[Excerpt], *, evidence: bool) -
     sums = torch.zeros(len(excerpts), _COLUMNS, dtype=torch.float64)
     for start in range(0, len(tokens), _CHUNK_POSITIONS):
         chunk = slice(start, start + _CHUNK_POSITIONS)
-        measured = _measured(head.logits(states[chunk]), tokens[chunk], temperatures[chunk], evidence=evidence)
+        columns = head.product(states[chunk]), tokens[chunk], temperatures[chunk]
+        rows = max(1, _VALUES_AT_ONCE // head.vocab_size)
+        parts = zip(*(torch.split(column, rows) for column in columns), strict=True)
+        measured = torch.cat([_measured(head.scaled(part), *more, evidence=evidence) for part, *more in parts])
         sums.index_add_(0, owners[chunk], measured)
     return [OnPolicy.of(row) for row in sums.tolist()]
 
@@ -262,7 +269,7 @@ def said(found: OnPolicy) -> str:
 def _measured(logits: Tensor, tokens: Tensor, temperatures: Tensor, *, evidence: bool) -> Tensor:
     """What softmax(logits [positions, vocab] / temperatures [positions]) says of tokens [positions].
 
-    Over a large vocabulary each pass over the logits costs about as much as the head's own product. So there is one
+    Over a large vocabulary the passes over the logits cost about as much as the head's own product. So there is one
     exponential of each, in place, and only the evidence takes roots of it.
 
     Effects: overwrites logits.
@@ -271,6 +278,7 @@ def _measured(logits: Tensor, tokens: Tensor, temperatures: Tensor, *, evidence:
     scaled = logits.div_(temperatures[:, None])
     scaled -= scaled.amax(dim=-1, keepdim=True)
     own = scaled.gather(1, tokens[:, None]).squeeze(1)
+    scaled.clamp_(min=_LEAST_LOG_WEIGHT)
     weights = scaled.exp()  # [positions, vocab], 1 for the first choice
     total = weights.sum(dim=-1)
     log_total = total.log()

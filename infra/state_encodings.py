@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, int, int]  # tokens, layers, hidden
-VALUES_AT_ONCE = 2**17
+ALL = slice(None)
+VALUES_AT_ONCE = 2**19
 # bf16 goes up to 255 * 2^120, which e4m3 would round to 2^128.
 LARGEST_FP8_STATE = 240 * 2.0**120
 
@@ -47,9 +48,13 @@ class Encoding(Protocol):
             ValueError: this encoding cannot hold them.
         """
 
-    def decode(self, payload: Mapping[str, pa.Buffer], shape: Shape) -> tuple[Tensor, Tensor]:
+    def decode(self, payload: Mapping[str, pa.Buffer], shape: Shape, tokens: slice = ALL) -> tuple[Tensor, Tensor]:
         """(aux [tokens, (layers - 1) * hidden], last [tokens, hidden]) in bf16: the buffers' own memory where that
         is possible, and never more than one copy. Each buffer has the size that `bytes_per_token` tells.
+
+        Args:
+            shape: of the whole sample.
+            tokens: the ones to decode.
         """
 
 
@@ -68,10 +73,11 @@ class Bf16:
             "verifier_last_hidden_states": _bytes_of(states[:, -1]),
         }
 
-    def decode(self, payload: Mapping[str, pa.Buffer], shape: Shape) -> tuple[Tensor, Tensor]:
+    def decode(self, payload: Mapping[str, pa.Buffer], shape: Shape, tokens: slice = ALL) -> tuple[Tensor, Tensor]:
         num_tokens, num_layers, hidden_size = shape
         aux, last = (_bf16_over(payload[name]) for name in self.codecs)
-        return aux.view(num_tokens, (num_layers - 1) * hidden_size), last.view(num_tokens, hidden_size)
+        rows = aux.view(num_tokens, (num_layers - 1) * hidden_size), last.view(num_tokens, hidden_size)
+        return rows[0][tokens], rows[1][tokens]
 
 
 class Bf16Split:
@@ -94,13 +100,17 @@ class Bf16Split:
         np.right_shift(bits, 8, out=high, casting="unsafe")
         return {"states_high": torch.from_numpy(high).view(-1), "states_low": torch.from_numpy(low).view(-1)}
 
-    def decode(self, payload: Mapping[str, pa.Buffer], shape: Shape) -> tuple[Tensor, Tensor]:
+    def decode(self, payload: Mapping[str, pa.Buffer], shape: Shape, tokens: slice = ALL) -> tuple[Tensor, Tensor]:
         num_tokens, num_layers, hidden_size = shape
         by_layer = (num_layers, num_tokens, hidden_size)
-        high, low = (np.frombuffer(payload[name], np.uint8).reshape(by_layer) for name in self.codecs)
-        bits = np.empty(shape, np.uint16)
-        np.left_shift(high.transpose(1, 0, 2), 8, out=bits, dtype=np.uint16)
-        np.bitwise_or(bits, low.transpose(1, 0, 2), out=bits)
+        high, low = (
+            np.frombuffer(payload[name], np.uint8).reshape(by_layer)[:, tokens].transpose(1, 0, 2)
+            for name in self.codecs
+        )
+        bits = np.empty(high.shape, np.uint16)
+        # Faster than shift and or, whose loops are not vectorized.
+        np.multiply(high, 256, out=bits, dtype=np.uint16)
+        np.add(bits, low, out=bits)
         return _aux_and_last(torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16))
 
 
@@ -141,10 +151,11 @@ class Fp8E4m3:
             values[part] = states[part] * _powers_of_two(254 - codes[part])[..., None]
         return {"states_fp8": values.view(torch.uint8).view(-1), "states_scale": codes.view(-1)}
 
-    def decode(self, payload: Mapping[str, pa.Buffer], shape: Shape) -> tuple[Tensor, Tensor]:
+    def decode(self, payload: Mapping[str, pa.Buffer], shape: Shape, tokens: slice = ALL) -> tuple[Tensor, Tensor]:
         values, codes = (np.frombuffer(payload[name], np.uint8) for name in self.codecs)
-        scales = _powers_of_two(torch.from_numpy(codes.copy()).view(shape[:2]))
-        return _aux_and_last(_bf16_of_e4m3(values).view(shape).mul_(scales[..., None]))
+        scales = _powers_of_two(torch.from_numpy(codes.reshape(shape[:2])[tokens].copy()))
+        states = _bf16_of_e4m3(values.reshape(shape)[tokens].reshape(-1)).view(*scales.shape, shape[2])
+        return _aux_and_last(states.mul_(scales[..., None]))
 
 
 ENCODINGS: dict[str, Encoding] = {"bf16": Bf16(), "bf16_split": Bf16Split(), "fp8_e4m3": Fp8E4m3()}

@@ -23,9 +23,9 @@ from pydantic import Field
 from infra import folders, verifier_gguf, verifier_hub
 from infra.config import Config
 from infra.errors import InputError
-from infra.locations import project_home
 
 MODEL_FIELD = "verifier.model"
+REVISION_FIELD = "verifier.revision"
 PACKAGE_PREFIX = "package:"
 # Where wrapped architectures (vision, audio) keep the config of their language model.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -103,7 +103,7 @@ def resolve_revision(config: VerifierConfig) -> str:
         if problem := folders.weights_problem(folder):
             raise InputError(MODEL_FIELD, f"{folder} cannot be used: {problem}")
         return _expected(config, folders.folder_sha256(folder))
-    return verifier_hub.resolve_commit(config.model, config.revision, MODEL_FIELD)
+    return verifier_hub.resolve_commit(config.model, config.revision, MODEL_FIELD, REVISION_FIELD)
 
 
 def resolve_shape(config: VerifierConfig) -> VerifierShape:
@@ -174,20 +174,12 @@ def default_layer_ids(num_hidden_layers: int) -> list[int]:
 
 def _expected(config: VerifierConfig, revision: str) -> str:
     if config.revision and not revision.startswith(config.revision):
-        raise InputError("verifier.revision", f"is {config.revision}, but {config.model} has revision {revision}")
+        raise InputError(REVISION_FIELD, f"is {config.revision}, but {config.model} has revision {revision}")
     return revision
 
 
 def _local_folder(model: str) -> Path | None:
-    """The local folder that `model` names, None when it is a hub id. Relative paths start at the project's home."""
-    path = project_home() / Path(model).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.is_file():
-        raise InputError(MODEL_FIELD, f"{path} is a file; name the folder of the checkpoint")
-    if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
-        raise InputError(MODEL_FIELD, f"{path} is not there; give a folder, package:NAME or a Hugging Face id")
-    return None
+    return folders.named_folder(model, MODEL_FIELD, "give a folder, package:NAME or a Hugging Face id")
 
 
 def _shape(folder: Path, trust_remote_code: bool) -> dict[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from infra.folders import tensor_files
 from infra.verifier import text_config
 
 # Wrapped models put a prefix before these; a dot, so that `vision_model.norm` is not taken for `model.norm`.
@@ -122,9 +123,13 @@ class VerifierHead:
         )
 
     def logits(self, states: Tensor) -> Tensor:
-        """Float32 logits [positions, vocab] of states before the final norm [positions, hidden].
+        """Float32 logits [positions, vocab] of states before the final norm [positions, hidden]."""
+        return self.scaled(self.product(states))
 
-        Products are in the head's own type, as the verifier computes them: near ties tie here as they do there.
+    def product(self, states: Tensor) -> Tensor:
+        """The first half of `logits`, in the head's own type.
+
+        As the verifier computes it: near ties tie here as they do there.
         """
         states = states.float()
         if self.centred:
@@ -132,7 +137,11 @@ class VerifierHead:
         states = states * torch.rsqrt(states.square().mean(dim=-1, keepdim=True) + self.epsilon) * self.norm
         if self.norm_bias is not None:
             states = states + self.norm_bias
-        logits = torch.nn.functional.linear(states.to(self.head.dtype), self.head, self.head_bias).float()
+        return torch.nn.functional.linear(states.to(self.head.dtype), self.head, self.head_bias)
+
+    def scaled(self, product: Tensor) -> Tensor:
+        """The second half: float32 logits, in memory of their own unless the product is float32 itself."""
+        logits = product.float()
         if self.factor != 1.0:
             logits *= self.factor
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
@@ -143,7 +152,7 @@ class _Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files = dict(_tensor_files(folder))
+        self._files = tensor_files(folder)
 
     def find(self, layouts: tuple[str, ...]) -> str | None:
         """The one tensor of the text model that ends in the first of `layouts` found, without its `.weight`.
@@ -180,18 +189,6 @@ class _Checkpoint:
 
     def tensor_if_there(self, name: str) -> Tensor | None:
         return self.tensor(name) if name in self._files else None
-
-
-def _tensor_files(folder: Path) -> Iterator[tuple[str, str]]:
-    """(tensor, file) of the whole checkpoint: from its index file, else from the header of each file."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        yield from json.loads(index.read_bytes())["weight_map"].items()
-        return
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, path.name
 
 
 def _epsilon(config: Mapping[str, Any]) -> tuple[float, bool]:

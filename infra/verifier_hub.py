@@ -1,4 +1,4 @@
-"""Verifiers on the Hugging Face hub: the commit behind a name, and a snapshot of it on disk."""
+"""Models on the Hugging Face hub, verifiers and drafts: the commit behind a name, and a snapshot of it on disk."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ _UNWANTED = ["original/*", "consolidated*", "onnx/*"]
 _NO_HUB = "HF_HUB_OFFLINE forbids asking the hub"
 
 
-def resolve_commit(model: str, revision: str | None, field: str) -> str:
+def resolve_commit(model: str, revision: str | None, field: str, revision_field: str) -> str:
     """Commit of a hub model's branch, tag or commit. Asks the hub, or its cache with HF_HUB_OFFLINE=1.
 
     A full commit is taken as it is, without asking.
+
+    Args:
+        field, revision_field: config fields that gave `model` and `revision`, to name in errors.
 
     Raises:
         InputError: there is no such model or revision, or access is refused, or it is not cached while offline.
@@ -47,7 +50,7 @@ def resolve_commit(model: str, revision: str | None, field: str) -> str:
             field, f"the hub has no model {model}, or it is private and HF_TOKEN is not set"
         ) from error
     except RevisionNotFoundError as error:
-        raise InputError("verifier.revision", f"{model} has no revision {revision} on the hub") from error
+        raise InputError(revision_field, f"{model} has no revision {revision} on the hub") from error
     except Exception as error:  # The errors of the hub's HTTP client have no base that is stable over versions.
         raise InfrastructureError(f"the Hugging Face hub did not answer about {model}: {_brief(error)}") from error
     if not commit:

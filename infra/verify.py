@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -107,13 +108,19 @@ def _verify_checkpoints(stage_uri: str, where: str, names: list[str]) -> Iterato
     prefix = f"{checkpoint_files.FOLDER}/"
     listing = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     committed = checkpoint_files.committed(listing)
+    needed = set(committed[:1])
+    with contextlib.suppress(FileNotFoundError, ValueError):  # its damage is found below
+        needed = checkpoint_files.with_their_best(stage_uri, committed[:1])
+    for ref in sorted(needed - set(committed)):
+        yield Finding(f"{where}/{prefix}{ref.folder}", "the best checkpoint so far is not there")
     for ref in checkpoint_files.folders(listing):
         place = f"{where}/{prefix}{ref.folder}"
         if ref not in committed:
             yield Finding(place, "it was never committed", extra=True)
         elif problem := checkpoint_files.damage(stage_uri, ref):
-            # An older one stands in for a damaged newest one, and so costs steps; damage to others costs nothing.
-            yield Finding(place, f"the checkpoint is damaged: {problem}", extra=ref != committed[0])
+            # An older one stands in for a damaged newest one, or for one whose best is damaged, and so costs steps;
+            # damage to others costs nothing.
+            yield Finding(place, f"the checkpoint is damaged: {problem}", extra=ref not in needed)
 
 
 def _is_record(name: str) -> bool:

@@ -19,10 +19,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from infra.config import CONTENT, Config
-from infra.errors import StageFailed
+from infra.errors import InputError, StageFailed
 from infra.schemas import STATUS_FAILED
 
 FILE_NAME = "vocab.safetensors"
+# Below it acceptance suffers: what is outside the draft's vocabulary ends every draft.
+LOWEST_COVERAGE = 0.95
 
 
 class VocabConfig(Config):
@@ -30,6 +32,9 @@ class VocabConfig(Config):
 
     draft_vocab_size: Annotated[int, CONTENT, Field(ge=1)] = 8192
     """Tokens the draft can propose; others are left to the verifier. More cover more and cost time."""
+
+    from_start: Annotated[bool, CONTENT] = False
+    """Keep the vocabulary of the draft that `train.init_from` names, instead of the tokens generated most."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,11 @@ class VocabMap:
         """Share of the generated tokens that the draft can propose."""
         total = int(self.counts.sum())
         return float(self.counts[self.t2d].sum()) / total if total else 0.0
+
+    def size_for(self, coverage: float) -> int:
+        """Tokens of the smallest draft vocabulary that would hold this share (0 to 1) of the generated tokens."""
+        held = self.counts.sort(descending=True).values.cumsum(0)
+        return int((held < coverage * float(held[-1])).sum()) + 1
 
     def check(self) -> None:
         """Raises StageFailed unless d2t and t2d name the same tokens, each once, in ascending order."""
@@ -124,11 +134,18 @@ def count_tokens_of_shard(data: bytes, verifier_vocab_size: int) -> np.ndarray[A
 
 
 def build_map(
-    config: VocabConfig, counts: Iterable[np.ndarray[Any, np.dtype[np.int64]]], verifier_vocab_size: int
+    config: VocabConfig,
+    counts: Iterable[np.ndarray[Any, np.dtype[np.int64]]],
+    verifier_vocab_size: int,
+    kept: Tensor | None = None,
 ) -> VocabMap:
-    """Merge the shards' counts and take the most frequent tokens.
+    """Merge the shards' counts and take the most frequent tokens, or those that are given.
+
+    Args:
+        kept: the verifier's ids of the tokens to take, whatever was generated.
 
     Raises:
+        InputError: the kept tokens are not as many as the config says.
         StageFailed: nothing was generated, or the draft vocabulary would be larger than the verifier's.
     """
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
@@ -142,9 +159,26 @@ def build_map(
         total += shard
     if not total.any():
         raise StageFailed("no response has a generated token, so there is no vocabulary to choose")
+    if kept is not None:
+        return _map_of(config, kept, torch.from_numpy(total))
     seen = {int(token): int(total[token]) for token in np.flatnonzero(total)}
     d2t, t2d = build_vocab_mappings_from_distribution(seen, config.draft_vocab_size, verifier_vocab_size)
     built = VocabMap(d2t.long(), t2d.bool(), torch.from_numpy(total))
+    built.check()
+    return built
+
+
+def _map_of(config: VocabConfig, token_ids: Tensor, counts: Tensor) -> VocabMap:
+    if len(token_ids) != config.draft_vocab_size:
+        raise InputError(
+            "vocab.draft_vocab_size",
+            f"is {config.draft_vocab_size}, but vocab.from_start keeps the start draft's vocabulary of "
+            f"{len(token_ids)} tokens; set it to that",
+        )
+    t2d = torch.zeros(len(counts), dtype=torch.bool)
+    t2d[token_ids] = True
+    ascending = t2d.nonzero().squeeze(1)
+    built = VocabMap(ascending - torch.arange(len(ascending)), t2d, counts)
     built.check()
     return built
 

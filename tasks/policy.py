@@ -22,7 +22,12 @@ RETRY_JITTER = 0.5
 
 
 def retried_task(
-    *, name: str, run_name: str | None = None, timeout_seconds: float | None = None, restarts: bool = False
+    *,
+    name: str,
+    run_name: str | None = None,
+    timeout_seconds: float | None = None,
+    restarts: bool = False,
+    retries: int = RETRIES,
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
     """A Prefect task under this project's retry policy.
 
@@ -35,14 +40,15 @@ def retried_task(
         timeout_seconds: longest run of one attempt; None where the work itself is bounded otherwise.
         restarts: the task starts a process itself, so a dead server or engine too is worth another attempt.
             Elsewhere the flow must start a new one first.
+        retries: attempts after the first one.
     """
     return task(
         name=name,
         task_run_name=run_name,
         timeout_seconds=timeout_seconds,
         cache_policy=NO_CACHE,  # the records in the store say what is done; Prefect's own cache can be stale
-        retries=RETRIES,
-        retry_delay_seconds=RETRY_DELAYS_SECONDS,
+        retries=retries,
+        retry_delay_seconds=RETRY_DELAYS_SECONDS[:retries],
         retry_jitter_factor=RETRY_JITTER,
         retry_condition_fn=_worth_restarting if restarts else _worth_retrying,
     )

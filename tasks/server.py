@@ -35,7 +35,20 @@ async def start_server(
     trust_remote_code: bool,
 ) -> VllmServer:
     """Start a server and wait until it answers. Whoever starts one stops it (`serving`)."""
-    server = VllmServer(
+    server = server_of(config, verifier, stage, purpose, speculative_config, trust_remote_code)
+    return await server.__aenter__()
+
+
+def server_of(
+    config: VllmConfig,
+    verifier: Verifier,
+    stage: StageRef,
+    purpose: str,
+    speculative_config: Mapping[str, Any] | None,
+    trust_remote_code: bool,
+) -> VllmServer:
+    """The stage's server for one purpose, not started yet; log and processes are named after both."""
+    return VllmServer(
         config,
         model_path=verifier.path,
         served_name=verifier.name,
@@ -44,7 +57,6 @@ async def start_server(
         speculative_config=speculative_config,
         trust_remote_code=trust_remote_code,
     )
-    return await server.__aenter__()
 
 
 @contextlib.asynccontextmanager

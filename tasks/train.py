@@ -15,15 +15,20 @@ from infra.errors import DamagedShard, InfrastructureError, InputError, LeaseLos
 from infra.locations import log_file
 from infra.manifest import ShardRecord, StageRef, inputs_sha256
 from infra.processes import GuardedProcess, end_stale, log_tail, process_token
+from infra.trackers import trackers_of
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.input_checks import check_hidden_states
 from infra.training.launch import torchrun_command
 from infra.training.progress import parse
+from infra.training.start import write_start
 from infra.verifier import Verifier
 from tasks.policy import retried_task
-from tasks.progress import StageProgress
+from tasks.training_watch import TrainingWatch, watching
 
 logger = logging.getLogger("draftsmith.train")
+
+# Kinds of lines that end a run (`infra.training.progress`).
+ENDS = ("done", "stopped", "superseded", "failed")
 
 
 @retried_task(name="train-draft", run_name="train {stage.key}", restarts=True)
@@ -37,7 +42,7 @@ async def train_draft(
     vocab_file: str,
     trust_remote_code: bool,
 ) -> int:
-    """Train to the last step, from the newest whole checkpoint where there is one.
+    """Train to the end, from the newest whole checkpoint where there is one.
 
     Args:
         inputs: present record of everything that is trained on.
@@ -51,6 +56,7 @@ async def train_draft(
     Raises:
         InfrastructureError: the trainer died; the next attempt resumes.
         LeaseLost: the trainer saw that another run has taken the lease.
+        InputError: the hidden states or the start draft do not fit, told before any GPU is taken.
         DamagedShard, InputError, StageFailed: as the trainer said.
     """
     await asyncio.to_thread(
@@ -76,14 +82,19 @@ async def train_draft(
             metrics_path=str(Path(folder, "metrics.jsonl")),
             trust_remote_code=trust_remote_code,
         )
+        if config.init_from is not None:
+            await asyncio.to_thread(write_start, spec)
         # Several nodes read it where they read everything else.
         shared = storage.join(stage.uri, "trainer", f"{lease_epoch}.json")
         spec_uri = str(Path(folder, "spec.json")) if config.num_nodes == 1 else shared
         await asyncio.to_thread(storage.put, spec_uri, spec.model_dump_json().encode())
-        return await _run_trainer(stage, config, spec_uri, token)
+        async with watching(trackers_of(config, stage.key), Path(spec.metrics_path)) as watch:
+            return await _run_trainer(stage, config, spec_uri, token, watch)
 
 
-async def _run_trainer(stage: StageRef, config: TrainConfig, spec_uri: str, token: str) -> int:
+async def _run_trainer(
+    stage: StageRef, config: TrainConfig, spec_uri: str, token: str, watch: TrainingWatch
+) -> int:
     log = log_file(stage.stage, stage.key, "trainer")
     command = torchrun_command(config, spec_uri)
     for node in range(1, config.num_nodes):
@@ -93,7 +104,7 @@ async def _run_trainer(stage: StageRef, config: TrainConfig, spec_uri: str, toke
     logger.info("Training %s with %d rank(s); the log is %s.", stage.key, ranks, log)
     process = GuardedProcess.start(command, token=token, log_path=log, stdout_pipe=True)
     try:
-        last = await _follow(process, config.hang_timeout_seconds)
+        last = await _follow(process, config.hang_timeout_seconds, watch)
         code = await asyncio.to_thread(process.wait)
     finally:
         await asyncio.shield(asyncio.to_thread(process.stop))
@@ -109,48 +120,26 @@ async def _run_trainer(stage: StageRef, config: TrainConfig, spec_uri: str, toke
     raise InfrastructureError(f"the trainer ended with code {code}; the next attempt resumes. {log} says: {tail}")
 
 
-async def _follow(process: GuardedProcess, hang_timeout_seconds: float) -> dict[str, Any]:
-    """Show the trainer's progress until it closes its output; returns the last line that ends a run.
+async def _follow(process: GuardedProcess, hang_timeout_seconds: float, watch: TrainingWatch) -> dict[str, Any]:
+    """Show the trainer's lines until it closes its output; returns the last one that ends a run.
 
     Raises:
         InfrastructureError: it has said nothing for `hang_timeout_seconds`.
     """
     assert process.stdout is not None
     last: dict[str, Any] = {}
-    progress: StageProgress | None = None
     try:
         while line := await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), hang_timeout_seconds):
             said = parse(line.decode(errors="replace"))
             if said is None:
                 continue
-            match said["kind"]:
-                case "start":
-                    progress = await StageProgress(
-                        "drafts", said["num_steps"], said["from_step"], unit="steps"
-                    ).__aenter__()
-                    logger.info("Training from step %d of %d.", said["from_step"], said["num_steps"])
-                case "train" if progress is not None:
-                    progress.at(said["step"])
-                    progress.detail(
-                        f"loss {said['loss']:.3f}, accuracy {said['accuracy_per_ttt_step'][0]:.2f}, "
-                        f"{said['tokens_per_second']:.0f} tokens/s, input wait {said['input_wait_seconds']:.1f} s"
-                    )
-                case "validation":
-                    logger.info(
-                        "Step %d: validation loss %.3f, predicted acceptance length %.2f.",
-                        said["step"],
-                        said["loss"],
-                        said["acceptance_length"],
-                    )
-                case "done" | "stopped" | "superseded" | "failed":
-                    last = said
+            await watch.see(said)
+            if said["kind"] in ENDS:
+                last = said
     except TimeoutError:
         raise InfrastructureError(
             f"the trainer has said nothing for {hang_timeout_seconds:g} s; it is ended, the next attempt resumes"
         ) from None
-    finally:
-        if progress is not None:
-            await progress.__aexit__(None, None, None)
     return last
 
 

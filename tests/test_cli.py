@@ -37,10 +37,11 @@ class Half:
 @pytest.fixture(autouse=True)
 def process_state() -> Iterator[None]:
     """`main` sets up logging and signal handlers for its process; this process goes on."""
-    handlers = list(logging.getLogger("draftsmith").handlers)
+    logger = logging.getLogger("draftsmith")
+    handlers, propagate = list(logger.handlers), logger.propagate
     on_signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
-    logging.getLogger("draftsmith").handlers[:] = handlers
+    logger.handlers[:], logger.propagate = handlers, propagate
     for number, handler in on_signals.items():
         signal.signal(number, handler)
 
@@ -127,6 +128,18 @@ def test_plan_prints_one_line_for_each_stage(half: Half, capsys: pytest.CaptureF
     lines = said(capsys).splitlines()
     assert [line.split()[0] for line in lines] == list(STAGES)
     assert [line.split()[2] for line in lines] == ["reuse", "resume", "make", "make", "make", "make"]
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_tracker_without_its_package_is_refused_before_anything_starts(
+    half: Half, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    before = files(half.root)
+    assert main([command, half.config, "--set", "train.wandb_project=drafts"]) == EXIT_WRONG_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("draftsmith: train.wandb_project: needs the package wandb")
+    assert files(half.root) == before
 
 
 def test_plan_redoes_what_rests_on_a_stage_that_is_not_whole(

@@ -86,7 +86,18 @@ WRONG_FIELDS = [
     ),
     pytest.param("generate.max_tokens", -5, "generate.max_tokens", "greater than or equal to 1", id="negative"),
     pytest.param("train.learning_rate", -0.1, "train.learning_rate", "greater than 0", id="negative rate"),
+    pytest.param(
+        "train.init_from", {"draft": "/no/such"}, "train.init_from.draft", "not there", id="no start draft"
+    ),
+    pytest.param("vocab.from_start", True, "vocab.from_start", "train.init_from", id="the vocabulary of no draft"),
     pytest.param("train.seed", "many", "train.seed", "integer", id="text for a number"),
+    pytest.param(
+        "train",
+        {"export_checkpoint": "best", "validation_share": 0},
+        "train",
+        "train.validation_share must be above 0",
+        id="a best without validation",
+    ),
     pytest.param("evaluate.methods", ["eagle3"], "evaluate", "'none'", id="no baseline"),
     pytest.param("evaluate.num_prompts", [4], "evaluate", "num_prompts", id="lists of different lengths"),
     pytest.param("verifier", None, "verifier", "required", id="missing section"),
@@ -239,6 +250,11 @@ def changed_stages(tmp_path: Path, interpreter: str, field: str, value: Any) -> 
         # A default that is written out says nothing new.
         ("generate.top_p", 1.0),
         ("train.epochs", 10.0),
+        ("train.export_checkpoint", "last"),
+        # Decides nothing by itself.
+        ("train.validate_every_steps", 17),
+        ("train.smoke_serve", False),
+        ("train.smoke_serve_tie_nats", 1.0),
     ],
 )
 def test_how_the_work_is_done_changes_no_key(tmp_path: Path, interpreter: str, field: str, value: Any) -> None:
@@ -260,6 +276,8 @@ FROM_RESPONSES = set(STAGES) - {"prompts"}
         ("vocab.draft_vocab_size", 1024, {"vocab", "drafts", "evaluations"}),
         ("train.learning_rate", 1e-5, {"drafts", "evaluations"}),
         ("train.global_batch", 4, {"drafts", "evaluations"}),
+        ("train.export_checkpoint", "best", {"drafts", "evaluations"}),
+        ("train.early_stop_patience", 3, {"drafts", "evaluations"}),
         ("evaluate.max_tokens", 9, {"evaluations"}),
         # Speed depends on the load and on the engine's arguments, so there they count.
         ("evaluate.concurrency", [1, 9], {"evaluations"}),
@@ -270,6 +288,16 @@ def test_content_changes_its_stages_key_and_those_that_read_it(
     tmp_path: Path, interpreter: str, field: str, value: Any, expected: set[str]
 ) -> None:
     assert changed_stages(tmp_path, interpreter, field, value) == expected
+
+
+@pytest.mark.parametrize(("field", "value"), [("export_checkpoint", "best"), ("early_stop_patience", 3)])
+def test_where_validations_decide_it_counts_when_they_are_made(
+    tmp_path: Path, interpreter: str, field: str, value: Any
+) -> None:
+    decided = changed(tree(tmp_path, interpreter), f"train.{field}", value)
+    old, new = keys(decided), keys(changed(decided, "train.validate_every_steps", 17))
+    assert {stage for stage in STAGES if old[stage] != new[stage]} == {"drafts", "evaluations"}
+    assert keys(changed(decided, "train.validate_every_steps", 200)) == old
 
 
 def test_another_version_of_vllm_changes_the_evaluation_only(tmp_path: Path, interpreter: str) -> None:
@@ -287,9 +315,42 @@ def test_prompts_and_verifier_are_known_by_content_and_not_by_place(tmp_path: Pa
     assert keys(placed[0])["responses"] != keys(placed[1])["responses"]
 
 
+@pytest.mark.parametrize(
+    ("vocab", "expected"),
+    [({}, {"drafts", "evaluations"}), ({"from_start": True}, {"vocab", "drafts", "evaluations"})],
+)
+def test_a_start_draft_is_known_by_content_and_not_by_place(
+    tmp_path: Path, interpreter: str, vocab: dict[str, Any], expected: set[str]
+) -> None:
+    def started(draft: Path) -> dict[str, str]:
+        return keys({**tree(tmp_path, interpreter), "train": {"init_from": {"draft": str(draft)}}, "vocab": vocab})
+
+    here, there = (Path(place(tmp_path / name, interpreter)["verifier"]["model"]) for name in ("here", "there"))
+    first, fresh = started(here), keys(tree(tmp_path, interpreter))
+    assert {stage for stage in STAGES if first[stage] != fresh[stage]} == expected
+    assert started(there) == first
+    (there / "model.safetensors").write_bytes(weights(filler=b"\1"))
+    changed = started(there)
+    assert {stage for stage in STAGES if first[stage] != changed[stage]} == expected
+
+
+def test_plan_tells_the_start_drafts_revision(
+    tmp_path: Path, interpreter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = place(tmp_path / "here", interpreter)["verifier"]["model"]
+    value = {**tree(tmp_path / "root", interpreter), "train": {"init_from": {"draft": draft}, "num_steps": 9}}
+    assert main(["plan", write(tmp_path, value)]) == 0
+    shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("drafts"))
+    before, _, revision = shown.partition("9 optimizer steps, from train.init_from.revision=")
+    assert before
+    pinned = changed(value, "train.init_from.revision", revision.strip())
+    assert keys(pinned) == keys(value)
+
+
 def test_no_local_path_enters_a_key(tmp_path: Path, interpreter: str) -> None:
     value = place(tmp_path / "here", interpreter)
     value["generate"] = {"max_tokens": 5}
+    value["train"] = {"init_from": {"draft": value["verifier"]["model"]}}
     stages = resolve(PipelineConfig.model_validate(value))
     hashed = json.dumps([dict(stage.content) for stage in stages.values()])
     for local in (tmp_path, project_home(), cache_folder(), Path(interpreter).parent, Path.home()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load, save
 
 from infra.errors import StageFailed
-from infra.export import CONFIG_FILE, WEIGHTS_FILE, ExportContract, check_export, export_draft
+from infra.export import CONFIG_FILE, EXPORT_FILES, WEIGHTS_FILE, ExportContract, check_export, export_draft
 from infra.training.config import TrainConfig
 from infra.training.eagle3 import build_model, trainable_parameters
 from tests.fakes.training_run import HIDDEN_SIZE, LAYER_IDS, vocabulary, write_verifier
@@ -85,6 +86,16 @@ def set_in(*path: str, to: Any) -> Callable[[dict[str, Any]], None]:
         (set_in("speculators_config", "verifier", "revision", to="ffff"), "revision"),
         (set_in("transformer_layer_config", "_name_or_path", to="/data/x"), "path of this machine"),
         (set_in("speculators_model_type", to="peagle"), "speculators_model_type"),
+        (set_in("norm_before_residual", to=False), "norm_before_residual"),
+        (set_in("fc_norm", to=True), "fc_norm"),
+        (set_in("dtype", to="float32"), "dtype"),
+        (set_in("transformer_layer_config", "model_type", to="gpt2"), "model_type"),
+        (set_in("transformer_layer_config", "intermediate_size", to=64), "mlp.down_proj.weight has shape"),
+        (set_in("transformer_layer_config", "num_key_value_heads", to=4), "self_attn.k_proj.weight has shape"),
+        (
+            lambda config: config["transformer_layer_config"].pop("num_attention_heads"),
+            "lacks .*num_attention_heads",
+        ),
     ],
 )
 def test_a_config_that_departs_is_refused(
@@ -105,6 +116,8 @@ def test_a_config_that_departs_is_refused(
         ("fc.weight", lambda held: held.float(), "bfloat16"),
         ("lm_head.weight", lambda held: held * float("nan"), "not finite"),
         ("embed_tokens.weight", lambda held: None, "lacks"),
+        ("layers.0.self_attn.q_proj.weight", lambda held: None, "lacks"),
+        ("layers.0.self_attn.o_proj.weight", lambda held: held[:, :-1].contiguous(), "shape"),
     ],
 )
 def test_weights_that_depart_are_refused(
@@ -116,6 +129,22 @@ def test_weights_that_depart_are_refused(
         tensors[name] = changed
     with pytest.raises(StageFailed, match=message):
         check_export((exported / CONFIG_FILE).read_bytes(), save(tensors), CONTRACT)
+
+
+def test_a_tensor_that_no_draft_has_is_refused(exported: Path) -> None:
+    tensors = {**load((exported / WEIGHTS_FILE).read_bytes()), "mask_hidden": torch.zeros(1).bfloat16()}
+    with pytest.raises(StageFailed, match="mask_hidden"):
+        check_export((exported / CONFIG_FILE).read_bytes(), save(tensors), CONTRACT)
+
+
+def test_the_norms_and_layers_of_the_training_are_the_exports(verifier: str, tmp_path: Path) -> None:
+    train = TrainConfig(num_layers=2, fc_norm=True, norm_output=True, norm_before_residual=False)
+    model = build_model(train, CONTRACT.vocab, verifier, LAYER_IDS[:-1])
+    weights = {name: value.detach() for name, value in trainable_parameters(model).items()}
+    contract = replace(CONTRACT, num_layers=2, fc_norm=True, norm_output=True, norm_before_residual=False)
+    export_draft(weights, train, contract, verifier, tmp_path)
+    with pytest.raises(StageFailed, match="fc_norm"):
+        check_export(*((tmp_path / name).read_bytes() for name in EXPORT_FILES), replace(contract, fc_norm=False))
 
 
 def test_torn_files_are_refused(exported: Path) -> None:

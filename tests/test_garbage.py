@@ -17,6 +17,7 @@ from infra.garbage import KEPT_SECONDS, PARTIAL, Survey, remove, survey
 from infra.leases import Lease, Timing, Waiter, lease_name
 from infra.manifest import Shard, StageRef
 from infra.training import checkpoint_files
+from infra.training.checkpoint_files import CheckpointRef
 from infra.verify import verify
 from tests.test_verify import make_checkpoint
 
@@ -227,6 +228,36 @@ def test_superseded_checkpoints_are_garbage(tmp_path: Path, complete: bool) -> N
     assert [ref.step for ref in checkpoint_files.find(stage.uri)] == ([300] if complete else [300, 250])
     assert checkpoint_files.damage(stage.uri, checkpoint_files.find(stage.uri)[0]) is None
     assert not Path(stage.uri, "checkpoints", "1").exists(), "empty folders go too"
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_the_best_checkpoint_stays_as_long_as_a_newest_one_names_it(tmp_path: Path, complete: bool) -> None:
+    stage = make(tmp_path, "drafts", complete=complete)
+    refer(tmp_path, stage)
+    first, second = CheckpointRef(100, 1), CheckpointRef(300, 2)
+    for step, best in ((100, first), (150, first), (200, first), (300, second), (350, second)):
+        make_checkpoint(stage, step, 1 if step < 300 else 2, best=best)
+    age(tmp_path)
+    collect(tmp_path)
+    kept = [ref.step for ref in checkpoint_files.find(stage.uri)]
+    assert kept == [350, 300], "of a complete stage the best, of any the newest two"
+    make_checkpoint(stage, 250, 1, best=first)
+    make_checkpoint(stage, 400, 2, best=CheckpointRef(250, 1))
+    age(tmp_path)
+    collect(tmp_path)
+    kept = [ref.step for ref in checkpoint_files.find(stage.uri)]
+    assert kept == ([400, 250] if complete else [400, 350, 300, 250])
+
+
+def test_where_a_newest_checkpoint_cannot_be_read_none_is_garbage(tmp_path: Path) -> None:
+    stage = make(tmp_path, "drafts")
+    refer(tmp_path, stage)
+    for step in (100, 200, 300):
+        folder = make_checkpoint(stage, step)
+    (folder / "state.json").write_text('{"step"')
+    age(tmp_path)
+    assert found(tmp_path) == {}
+    assert any("cannot be read" in note for note in survey(str(tmp_path)).notes)
 
 
 # --- stages that no run refers to ---

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from infra import on_policy
 from infra.errors import InputError
 from infra.on_policy import Excerpt, OnPolicy, OnPolicyConfig, _measured, measure, problem, total_problem
 from infra.state_checks import ChecksConfig, open_head
@@ -179,7 +180,10 @@ def test_the_positions_are_the_samples_own_and_bounded(head: VerifierHead) -> No
     assert judged(head, answer, few) != judged(head, answers(0.7, 1)[0], few)
 
 
-def test_samples_measured_together_are_as_they_are_alone(head: VerifierHead) -> None:
+def test_samples_measured_together_are_as_they_are_alone(
+    head: VerifierHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_policy, "_VALUES_AT_ONCE", 3 * VOCAB_SIZE)  # blocks that begin and end in mid-sample
     mixed = [*answers(0.7, 5), *answers(0.0, 5), *answers(1.0, 5, seed=OTHER_MODEL)]
     rows = [(each.states[:, -1], each.response) for each in mixed]
     excerpts = [

@@ -52,6 +52,16 @@ def test_every_bit_pattern_survives(encoding: str) -> None:
     assert torch.equal(there_and_back(ENCODINGS[encoding], states).view(torch.int16).flatten(), bits)
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_some_tokens_are_decoded_as_among_all(encoding: str) -> None:
+    states = torch.randn(9, 4, 8).bfloat16() * torch.arange(1, 37).view(9, 4, 1)
+    payload = {name: pa.py_buffer(value.numpy()) for name, value in ENCODINGS[encoding].encode(states).items()}
+    whole = ENCODINGS[encoding].decode(payload, (9, 4, 8))
+    for some in (slice(0, 0), slice(0, 4), slice(4, 9)):
+        part = ENCODINGS[encoding].decode(payload, (9, 4, 8), some)
+        assert [torch.equal(found, all_[some]) for found, all_ in zip(part, whole, strict=True)] == [True, True]
+
+
 def test_raw_states_are_decoded_without_a_copy() -> None:
     states = torch.randn(5, 4, 8).bfloat16()
     payload = {name: pa.py_buffer(value.numpy()) for name, value in ENCODINGS["bf16"].encode(states).items()}

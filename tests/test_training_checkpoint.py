@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,16 @@ def make(seed: int = 0, kind: str = "muon") -> tuple[nn.Module, DraftOptimizer]:
     return model, optimizer
 
 
-def save(uri: str, step: int, lease_epoch: int, seed: int = 0, kind: str = "muon") -> CheckpointRef:
+def save(
+    uri: str, step: int, lease_epoch: int, seed: int = 0, kind: str = "muon", best: CheckpointRef | None = None
+) -> CheckpointRef:
     model, optimizer = make(seed, kind)
     ref = CheckpointRef(step, lease_epoch)
     copies = checkpoint.HostCopies()
     weights = copies.take(dict(model.named_parameters()), keep=True)
     optimizer_state = copies.take(optimizer.tensors(), keep=True)
-    checkpoint.write(uri, ref, weights, optimizer_state, {"sums": []}, "line\n", [checkpoint.rank_state()])
+    state = {"sums": [], "kept_best": None if best is None else asdict(best)}
+    checkpoint.write(uri, ref, weights, optimizer_state, state, "line\n", [checkpoint.rank_state()])
     return ref
 
 
@@ -90,6 +94,47 @@ def test_the_older_are_deleted_only_after_the_commit(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="dies here"):
         save(uri, 400, 1)
     assert [ref.step for ref in checkpoint_files.find(uri)] == [300, 200]
+
+
+def steps(uri: str) -> list[int]:
+    return [ref.step for ref in checkpoint_files.find(uri)]
+
+
+def test_the_best_stays_until_the_newest_two_name_another(tmp_path: Path) -> None:
+    uri, first, second = str(tmp_path), CheckpointRef(100, 1), CheckpointRef(400, 1)
+    for step in (100, 200, 300):
+        save(uri, step, 1, best=first)
+    assert steps(uri) == [300, 200, 100]
+    save(uri, 400, 1, best=second)
+    assert steps(uri) == [400, 300, 100], "should 400 be damaged, 300 goes on, and it needs 100"
+    save(uri, 500, 2, best=second)
+    assert steps(uri) == [500, 400]
+
+
+def test_a_damaged_newest_one_falls_back_with_the_best_that_was_then(tmp_path: Path) -> None:
+    uri, first = str(tmp_path), CheckpointRef(100, 1)
+    for step in (100, 200, 300):
+        save(uri, step, 1, seed=step, best=first)
+    newest = save(uri, 400, 1, best=CheckpointRef(400, 1))
+    found = checkpoint.read_newest(uri, "")
+    assert found is not None
+    assert checkpoint.read_best(uri, found).ref == newest
+    Path(newest.uri(uri), "model.safetensors").write_bytes(b"torn")
+    found = checkpoint.read_newest(uri, "")
+    assert found is not None
+    assert found.ref.step == 300
+    best = checkpoint.read_best(uri, found)
+    assert best.ref == first
+    assert torch.equal(best.weights["weight"], make(100)[0].weight)
+
+
+@pytest.mark.parametrize("damage", ["model.safetensors", COMMIT_FILE])
+def test_without_its_best_a_checkpoint_does_not_count(tmp_path: Path, damage: str) -> None:
+    uri, first = str(tmp_path), CheckpointRef(100, 1)
+    for step in (100, 200, 300):
+        save(uri, step, 1, best=first)
+    Path(first.uri(uri), damage).unlink()
+    assert checkpoint.read_newest(uri, "") is None
 
 
 def test_of_what_is_deleted_the_commit_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,3 +83,26 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path, distribution: str, optimi
     assert trainer.run() == "done"
     assert losses(two) == pytest.approx(wanted, rel=1e-5, abs=5e-7)
     assert checkpoint_files.find(two.draft_uri)[0].lease_epoch == 2
+
+
+@pytest.mark.parametrize("distribution", ["ddp", "fsdp2"])
+def test_two_ranks_end_early_after_the_same_step_and_keep_the_best(tmp_path: Path, distribution: str) -> None:
+    torch.set_num_threads(1)
+    changes: dict[str, Any] = {
+        "num_steps": 40,
+        "validate_every_steps": 2,
+        "distribution": distribution,
+        "num_ranks": 2,
+        "export_checkpoint": "best",
+        "early_stop_patience": 2,
+        "early_stop_min_gain": 50.0,  # that nothing gains: the first validation and two more
+    }
+    spec = write_spec(tmp_path, CONFIG.model_copy(update=changes))
+    torchrun(spec, tmp_path / "spec.json")
+    found = newest(spec)
+    assert found.ref.step == 6
+    lines = [json.loads(line) for line in Path(spec.metrics_path).read_text().splitlines()]
+    measured = {line["step"]: line["acceptance_length"] for line in lines if line["kind"] == "validation"}
+    best = checkpoint.read_best(spec.draft_uri, found)
+    assert best.ref.step == max(measured, key=lambda step: measured[step])
+    assert best.weights.keys() == found.weights.keys()

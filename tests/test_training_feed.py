@@ -19,12 +19,17 @@ from infra import manifest
 from infra.errors import DamagedShard, InfrastructureError
 from infra.hidden_states import HiddenStatesMeta
 from infra.manifest import ShardRecord
+from infra.state_encodings import ENCODINGS
 from infra.training import feed as feeding
+from infra.training import pack_ring
+from infra.training.batch import PackedBatch
 from infra.training.config import TrainConfig
-from infra.training.data import Schedule, ShardStore, StepBatch, StepLoader, build_index
+from infra.training.data import Schedule, ShardStore, StepBatch, StepLoader, build_index, make_pack
 from infra.training.feed import feed, input_workers, timed
-from infra.training.pack_ring import PackRing
+from infra.training.input_worker import fill
+from infra.training.pack_ring import PackLayout, PackRing
 from infra.training.progress import Meter
+from infra.training.ranks import Ranks, set_up_threads
 from infra.training.shards_ahead import ShardsAhead
 from tests.fakes.training_run import HIDDEN_SIZE, LAYER_IDS, random_rows, write_stage
 
@@ -54,13 +59,16 @@ def seen(batches: Iterator[StepBatch]) -> list[tuple[object, ...]]:
         found.append((batch.num_loss_tokens, batch.num_tokens, len(batch.packs), len(batch.validation)))
         for packs in (batch.packs, batch.validation):
             for pack in packs:
-                tensors = (
-                    pack.hidden_states, pack.verifier_last_hidden_states, pack.input_ids, pack.loss_mask,
-                    pack.position_ids,
-                )  # fmt: skip
-                bits = [bytes(tensor.contiguous().view(torch.uint8).numpy()) for tensor in tensors]
-                found.append((pack.lengths, [tensor.dtype for tensor in tensors], bits))
+                found.append(content(pack))
     return found
+
+
+def content(pack: PackedBatch) -> tuple[object, ...]:
+    tensors = (
+        pack.hidden_states, pack.verifier_last_hidden_states, pack.input_ids, pack.loss_mask, pack.position_ids,
+    )  # fmt: skip
+    bits = [bytes(tensor.contiguous().view(torch.uint8).numpy()) for tensor in tensors]
+    return (pack.lengths, [tensor.dtype for tensor in tensors], bits)
 
 
 @pytest.mark.seconds
@@ -69,6 +77,18 @@ def test_processes_make_what_a_thread_makes(tmp_path: Path) -> None:
     by_thread = seen(feed(loader, 2, 9, CPU, 0))
     assert [entry[3] > 0 for entry in by_thread if len(entry) == 4] == [step in (3, 7, 8) for step in range(2, 9)]
     assert seen(feed(loader, 2, 9, CPU, 2)) == by_thread
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_pack_is_filled_in_parts(encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_ring, "TOKENS_AT_ONCE", 5)
+    meta = HiddenStatesMeta(LAYER_IDS, HIDDEN_SIZE, "revision", encoding)
+    store = ShardStore(write_stage(str(tmp_path), [random_rows(12)], meta), 1)
+    loader = StepLoader(store, Schedule(build_index(store, CONFIG), CONFIG), CONFIG, 0, 1)
+    slot = PackRing(PackLayout(64, (len(LAYER_IDS) - 1) * HIDDEN_SIZE, HIDDEN_SIZE), 1).slots[0]
+    for job in loader.jobs(0):
+        made = slot.batch(fill(slot, store, job))
+        assert content(made) == content(make_pack(store, job))
 
 
 class FakeEvent:
@@ -237,6 +257,20 @@ def test_a_gpu_gets_processes_and_the_cpu_a_thread(monkeypatch: pytest.MonkeyPat
     assert input_workers(TrainConfig(), CPU) == 0
     assert input_workers(TrainConfig(), torch.device("cuda", 1)) == 6
     assert input_workers(TrainConfig(input_workers=3), CPU) == 3
+
+
+def test_beside_a_gpu_the_host_computes_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    before = torch.get_num_threads()
+    ranks = Ranks()
+    try:
+        for cuda, asked, expected in ((True, None, 1), (True, 2, 2), (False, None, 3)):
+            ranks.cuda = cuda
+            set_up_threads(TrainConfig(num_threads=asked), ranks)
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_waiting_for_packs_is_metered(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from infra.training import checkpoint, checkpoint_files
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.data import StepBatch
 from infra.training.loop import Trainer, learning_rate
-from infra.training.progress import PREFIX, Meter, metrics_line, parse
+from infra.training.progress import PREFIX, Meter, parse
 from infra.training.ranks import Ranks
 from tests.fakes.training_run import write_spec
 
@@ -131,12 +132,38 @@ def test_the_learning_rate_rises_and_falls(schedule: str, last: float) -> None:
     assert all(0 < rate <= 1 for rate in rates)
 
 
-def test_acceptance_follows_from_conditional_accuracies() -> None:
-    sums = torch.tensor([[8.0, 4, 2, 4], [4.0, 4, 1, 2]], dtype=torch.float64)
-    line = metrics_line("train", 7, sums, 0.5, learning_rate=1.0)
-    assert line["loss"] == pytest.approx(2 + 0.5 * 1)
-    assert line["accuracy_per_ttt_step"] == [0.5, 0.5]
-    assert line["acceptance_length"] == pytest.approx(1.75)
+def test_each_line_says_how_it_goes(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, CONFIG.model_copy(update={"num_steps": 6}))
+    assert Trainer(spec, Ranks()).run() == "done"
+    lines = [json.loads(line) for line in Path(spec.metrics_path).read_text().splitlines()]
+    said = {
+        "kind", "step", "num_steps", "loss", "loss_per_ttt_step", "accuracy_per_ttt_step",
+        "full_accuracy_per_ttt_step", "acceptance_length",
+    }  # fmt: skip
+    how = {
+        "epoch", "learning_rate", "gradient_norm", "tokens_per_second", "input_wait_seconds",
+        "peak_process_memory_gib",
+    }  # fmt: skip
+    assert [(line["kind"], set(line)) for line in lines] == [
+        ("train", said | how), ("train", said | how), ("validation", said)
+    ]  # fmt: skip
+    assert 0.1 < lines[0]["peak_process_memory_gib"] < 100
+    assert all(line[name] > 0 for line in lines[:2] for name in ("tokens_per_second", "gradient_norm"))
+
+
+def test_sums_of_an_earlier_version_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = write_spec(tmp_path, CONFIG.model_copy(update={"num_steps": 6}))
+    trainer = Trainer(spec, Ranks())
+    ask_to_stop_after(trainer, 4)
+    assert trainer.run() == "stopped"
+
+    def state(found: checkpoint.Checkpoint) -> dict[str, Any]:
+        four_columns = [(1.0).hex()] * 4 * CONFIG.ttt_steps
+        return {**json.loads(found.files["state.json"]), "sums": four_columns}
+
+    monkeypatch.setattr(checkpoint.Checkpoint, "state", property(state))
+    assert Trainer(spec, Ranks()).run() == "done"
+    assert [step for kind, step, _ in losses(spec) if kind == "train"] == [3, 6]
 
 
 def test_only_progress_lines_are_parsed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from flows.cli import EXIT_DONE, EXIT_FAILED, main
 from infra import manifest, storage
 from infra.fingerprint import sha256_hex, stage_content
 from infra.manifest import Shard, StageRef
-from infra.training.checkpoint_files import COMMIT_FILE, SHARED_FILES, CheckpointRef
+from infra.training.checkpoint_files import COMMIT_FILE, SHARED_FILES, STATE_FILE, CheckpointRef
 from infra.verify import verify
 
 
@@ -24,9 +25,13 @@ def make_stage(root: Path, stage: str = "prompts", count: int = 2, **config: obj
     return made
 
 
-def make_checkpoint(stage: StageRef, step: int, epoch: int = 1, *, commit: bool = True) -> Path:
+def make_checkpoint(
+    stage: StageRef, step: int, epoch: int = 1, *, commit: bool = True, best: CheckpointRef | None = None
+) -> Path:
     folder = Path(CheckpointRef(step, epoch).uri(stage.uri))
+    state = {"step": step, "kept_best": None if best is None else asdict(best)}
     files = {name: f"{name} of {step}".encode() for name in SHARED_FILES}
+    files[STATE_FILE] = json.dumps(state).encode()
     for name, data in files.items():
         storage.put(str(folder / name), data)
     said = {name: {"size_bytes": len(data), "sha256": sha256_hex(data)} for name, data in files.items()}
@@ -97,6 +102,20 @@ def test_a_damaged_newest_checkpoint_is_a_problem_and_others_are_notes(tmp_path:
     model = newest / "model.safetensors"
     model.write_bytes(model.read_bytes()[:-1] + b"?")
     assert problems(tmp_path) == [f"{place}/2/step-00000200"]
+
+
+def test_a_damaged_or_absent_best_checkpoint_is_a_problem(tmp_path: Path) -> None:
+    stage, best = make_stage(tmp_path, "drafts"), CheckpointRef(100, 1)
+    place = f"drafts/{stage.key}/checkpoints/1/step-00000100"
+    folder = make_checkpoint(stage, 100, best=best)
+    make_checkpoint(stage, 200, best=best)
+    make_checkpoint(stage, 300, best=best)
+    assert problems(tmp_path) == []
+    (folder / "model.safetensors").write_bytes(b"?")
+    assert problems(tmp_path) == [place]
+    (folder / COMMIT_FILE).unlink()
+    assert problems(tmp_path) == [place]
+    assert extras(tmp_path) == [place], "what is left of it"
 
 
 def test_a_run_that_cannot_be_read_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

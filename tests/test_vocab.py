@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.errors import StageFailed
+from infra.errors import InputError, StageFailed
 from infra.schemas import RESPONSES
 from infra.vocab import VocabConfig, VocabMap, build_map, count_tokens, count_tokens_of_shard
 
@@ -57,6 +57,26 @@ def test_shards_are_merged_and_the_most_frequent_tokens_taken() -> None:
     assert built.token_ids.tolist() == [1, 3, 5]
     assert built.t2d.tolist() == [False, True, False, True, False, True]
     assert built.coverage == pytest.approx(27 / 28)
+
+
+def test_tokens_that_are_kept_are_taken_whatever_was_generated() -> None:
+    counts = [np.array([0, 4, 0, 1, 0, 9])]
+    kept = build_map(VocabConfig(draft_vocab_size=3, from_start=True), counts, 6, torch.tensor([5, 0, 2]))
+    assert kept.token_ids.tolist() == [0, 2, 5]
+    assert kept.counts.tolist() == counts[0].tolist()
+    assert kept.coverage == pytest.approx(9 / 14)
+    with pytest.raises(InputError, match=r"^vocab\.draft_vocab_size: is 4, but .* of 3 tokens; set it to that$"):
+        build_map(VocabConfig(draft_vocab_size=4), counts, 6, torch.tensor([5, 0, 2]))
+
+
+@pytest.mark.parametrize(("share", "size"), [(0.5, 1), (0.6, 2), (0.9, 3), (0.901, 4), (1.0, 5)])
+def test_the_size_that_reaches_a_coverage(share: float, size: int) -> None:
+    counts = np.array([0, 30, 5, 50, 0, 10, 5])
+    assert build_map(VocabConfig(draft_vocab_size=2), [counts], 7).size_for(share) == size
+    reached = build_map(VocabConfig(draft_vocab_size=size), [counts], 7)
+    assert reached.coverage >= share
+    if size > 1:
+        assert build_map(VocabConfig(draft_vocab_size=size - 1), [counts], 7).coverage < share
 
 
 def test_order_of_shards_does_not_change_a_byte() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,7 @@ class Objective(nn.Module):
 
     Args:
         model: the draft, from speculators; its parameters that require gradients are trained and saved.
-        sums_shape: of the sums, [ttt_steps, 4]: loss, rows, correct, total (`progress.metrics_line`).
+        sums_shape: of the sums, [ttt_steps, columns], which `progress.metrics_line` reads.
         implementation: the forward pass that is taken.
         fallback: the one to take when compiling that one fails.
     """
@@ -74,6 +75,17 @@ class Algorithm(Protocol):
         Args:
             vocab: the vocabulary map's file.
             cuda: whether it will run on a GPU.
+        """
+
+    def start_weights(self, spec: TrainSpec, folder: Path, vocab: bytes) -> dict[str, Tensor]:
+        """The trainable weights of a draft that training starts from, fp32, by parameter name.
+
+        Args:
+            folder: the start draft's config.json and safetensors weights.
+            vocab: the vocabulary map's file.
+
+        Raises:
+            InputError: it is no draft of this kind, or not of this config's shape.
         """
 
 

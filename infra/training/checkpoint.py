@@ -50,6 +50,11 @@ class Checkpoint:
         return found
 
     @property
+    def kept_best(self) -> CheckpointRef | None:
+        """The checkpoint that is kept beside this one as the best so far; None where the last is exported."""
+        return checkpoint_files.kept_best(self.state)
+
+    @property
     def weights(self) -> dict[str, Tensor]:
         """The trained weights, fp32, by parameter name."""
         return dict(load(self.files[MODEL_FILE]))
@@ -114,7 +119,7 @@ def write(
     metrics: str,
     rank_states: Sequence[bytes],
 ) -> None:
-    """Write all files, commit, then delete what is older than the newest two. Rank 0 only.
+    """Write all files, commit, then delete what is older than the newest two and not the best. Rank 0 only.
 
     Args:
         weights, optimizer: whole tensors on the CPU.
@@ -137,8 +142,16 @@ def write(
     checkpoint_files.delete_older(draft_uri, ref)
 
 
+def write_start(draft_uri: str, lease_epoch: int, inputs_sha256: str, weights: Mapping[str, Tensor]) -> None:
+    """Write weights as the checkpoint of step 0, so that a run begins from them as it resumes from any other."""
+    state = {"inputs_sha256": inputs_sha256, "sums": []}
+    write(draft_uri, CheckpointRef(0, lease_epoch), weights, {}, state, "", [])
+
+
 def read_newest(draft_uri: str, inputs_sha256: str) -> Checkpoint | None:
     """The newest checkpoint whose files match its commit; one that does not is passed over, with a warning.
+
+    So is one whose best checkpoint is not whole (`checkpoint_files`).
 
     Args:
         inputs_sha256: hash of what is trained on now; checkpoints made from other inputs do not count.
@@ -146,11 +159,27 @@ def read_newest(draft_uri: str, inputs_sha256: str) -> Checkpoint | None:
     for ref in checkpoint_files.find(draft_uri):
         try:
             found = Checkpoint(ref, checkpoint_files.read_files(draft_uri, ref))
-            if found.state.get("inputs_sha256", "") == inputs_sha256:
-                return found
+            if found.state.get("inputs_sha256", "") != inputs_sha256:
+                continue
+            best = found.kept_best
+            if best is not None and best != ref and (problem := checkpoint_files.damage(draft_uri, best)):
+                raise ValueError(f"the best one so far, of step {best.step}, is not whole: {problem}")
+            return found
         except (FileNotFoundError, ValueError, AttributeError) as error:
             logger.warning("Checkpoint %s is damaged (%s); trying the one before it", ref.uri(draft_uri), error)
     return None
+
+
+def read_best(draft_uri: str, newest: Checkpoint) -> Checkpoint:
+    """The best checkpoint so far, as the newest names it.
+
+    Raises:
+        FileNotFoundError, ValueError: it is not whole, or none is named.
+    """
+    best = newest.kept_best
+    if best is None:
+        raise ValueError(f"the checkpoint of step {newest.ref.step} names no best one")
+    return newest if best == newest.ref else Checkpoint(best, checkpoint_files.read_files(draft_uri, best))
 
 
 def restore(

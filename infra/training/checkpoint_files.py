@@ -3,13 +3,15 @@
     <drafts uri>/checkpoints/<lease epoch>/step-00000200/
         model.safetensors      trainable weights, fp32
         optimizer.safetensors  what the optimizer remembers of each of them
-        state.json             step, schedule position, sums not yet logged, hash of what is trained on
+        state.json             step, schedule position, sums not yet logged, hash of what is trained on, validations
         metrics.jsonl          every line of metrics so far
         rank-00000.json        random generator state of each rank
         COMMITTED.json         names, sizes and sha256 of all of the above; written last
 
 A folder counts only when COMMITTED.json is there and every file matches it. The newest two are kept, so that damage
-to the last one costs the steps in between and not the run. Nothing is pickled.
+to the last one costs the steps in between and not the run. Where the best checkpoint is to be exported, each state
+names the best one so far (`kept_best`): that one is kept as long, and without it the newer ones do not count, since
+training could not come to the same export from them. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +74,37 @@ def folders(names: Iterable[str]) -> dict[CheckpointRef, set[str]]:
     return dict(sorted(found.items(), reverse=True))
 
 
+def kept_best(state: Mapping[str, Any]) -> CheckpointRef | None:
+    """The checkpoint that one with this state needs besides its own files."""
+    named = state.get("kept_best")
+    return None if named is None else CheckpointRef(int(named["step"]), int(named["lease_epoch"]))
+
+
+def with_their_best(draft_uri: str, refs: Iterable[CheckpointRef]) -> set[CheckpointRef]:
+    """The checkpoints and those that they need.
+
+    Raises:
+        FileNotFoundError, ValueError: the state of one of them cannot be read.
+    """
+    found = set(refs)
+    for ref in tuple(found):
+        best = kept_best(read_state(draft_uri, ref))
+        found |= {best} if best is not None else set()
+    return found
+
+
+def read_state(draft_uri: str, ref: CheckpointRef) -> dict[str, Any]:
+    """A checkpoint's state, not checked against its commit.
+
+    Raises:
+        FileNotFoundError, ValueError: it is not there, or is no JSON object.
+    """
+    state = json.loads(storage.get(storage.join(ref.uri(draft_uri), STATE_FILE)))
+    if not isinstance(state, dict):
+        raise ValueError(f"{STATE_FILE} is no object")
+    return state
+
+
 def listed_files(draft_uri: str, ref: CheckpointRef) -> dict[str, dict[str, Any]]:
     """Size and sha256 of each file, as the commit says.
 
@@ -119,6 +152,20 @@ def damage(draft_uri: str, ref: CheckpointRef) -> str | None:
     return None
 
 
+def newest_whole(draft_uri: str, inputs_sha256: str) -> CheckpointRef | None:
+    """The checkpoint that training goes on from, if there is one. Reads it in pieces and keeps none of it.
+
+    Args:
+        inputs_sha256: hash of what is trained on now; checkpoints made from other inputs do not count.
+    """
+    for ref in find(draft_uri):
+        if damage(draft_uri, ref) is None:
+            state = json.loads(storage.get(storage.join(ref.uri(draft_uri), STATE_FILE)))
+            if state.get("inputs_sha256", "") == inputs_sha256:
+                return ref
+    return None
+
+
 def withdraw_foreign(draft_uri: str, inputs_sha256: str, lease_epoch: int) -> None:
     """Take back the commits of checkpoints that this or an earlier lease made from other inputs.
 
@@ -126,9 +173,8 @@ def withdraw_foreign(draft_uri: str, inputs_sha256: str, lease_epoch: int) -> No
     """
     for ref in find(draft_uri):
         try:
-            state = json.loads(storage.get(storage.join(ref.uri(draft_uri), STATE_FILE)))
-            foreign = state.get("inputs_sha256", "") != inputs_sha256
-        except (FileNotFoundError, ValueError, AttributeError):
+            foreign = read_state(draft_uri, ref).get("inputs_sha256", "") != inputs_sha256
+        except (FileNotFoundError, ValueError):
             continue  # damaged, and passed over as such
         if foreign and ref.lease_epoch <= lease_epoch:
             logger.warning(
@@ -139,10 +185,16 @@ def withdraw_foreign(draft_uri: str, inputs_sha256: str, lease_epoch: int) -> No
 
 
 def delete_older(draft_uri: str, newest: CheckpointRef) -> None:
-    """Delete all but the newest checkpoints, each one's commit first, and remains of older uncommitted ones."""
+    """Delete all but the newest checkpoints and the best, each one's commit first, and remains of older uncommitted
+    ones."""
     root = storage.join(draft_uri, FOLDER)
     listing = storage.list_sizes(root)
-    kept = [ref for ref in committed(listing) if ref <= newest][:KEPT_CHECKPOINTS]
+    kept: set[CheckpointRef] = set()
+    for ref in [ref for ref in committed(listing) if ref <= newest][:KEPT_CHECKPOINTS]:
+        try:
+            kept |= with_their_best(draft_uri, [ref])
+        except (FileNotFoundError, ValueError):
+            kept.add(ref)  # damaged: nobody goes on from it
     for ref, files in folders(listing).items():
         # A later lease's folders, and later steps, belong to a run that is ahead of this one.
         if ref not in kept and ref.lease_epoch <= newest.lease_epoch and ref.step <= newest.step:

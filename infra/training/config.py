@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from infra.config import CONTENT, Config
+from infra.start_draft import StartConfig
 
 LossName = Literal["kl_div", "reverse_kl_div", "js_div", "ce", "tv", "nla", "lk_hybrid"]
 
@@ -16,6 +18,10 @@ class TrainConfig(Config):
 
     algorithm: Annotated[Literal["eagle3"], CONTENT] = "eagle3"
     """What is trained: the kind of draft, by speculators' name (`infra.training.algorithm`)."""
+
+    init_from: StartConfig | None = None
+    """A draft whose weights training starts from; unset: fresh weights. Its revision, not its place, enters the
+    key."""
 
     epochs: Annotated[float, CONTENT, Field(gt=0)] = 10.0
     """Passes over the training samples; ignored when `num_steps` is given."""
@@ -89,6 +95,17 @@ class TrainConfig(Config):
     validation_share: Annotated[float, CONTENT, Field(ge=0, lt=1)] = 0.02
     """Share of the samples, by hash of their id, that only measures."""
 
+    export_checkpoint: Annotated[Literal["last", "best"], CONTENT] = "last"
+    """Step whose weights are exported: the last, or the one with the highest predicted acceptance length on the
+    validation samples."""
+
+    early_stop_patience: Annotated[int | None, CONTENT, Field(ge=1)] = None
+    """Training ends after so many validations in a row without a gain in predicted acceptance length; unset: never.
+    The learning rate falls as if it did not."""
+
+    early_stop_min_gain: Annotated[float, CONTENT, Field(ge=0)] = 0.0
+    """What counts as a gain: more than so much above the length at the last gain."""
+
     shuffle_window_shards: Annotated[int, CONTENT, Field(ge=1)] = 16
     """Shards whose samples are mixed with one another; that many are open at a time, and twice as many are checked
     (from S3: fetched) before their samples are needed."""
@@ -117,7 +134,7 @@ class TrainConfig(Config):
     checkpoint. The pipeline retries besides, from anywhere."""
 
     num_threads: Annotated[int | None, Field(ge=1)] = None
-    """CPU threads of one rank; unset: the machine's cores shared among the ranks."""
+    """CPU threads of one rank; unset: the machine's cores shared among the ranks, and one where a GPU trains."""
 
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 200
     """Steps between checkpoints: what a crash may cost."""
@@ -126,7 +143,19 @@ class TrainConfig(Config):
     """Steps between lines of metrics."""
 
     validate_every_steps: Annotated[int, Field(ge=1)] = 200
-    """Steps between measurements on the validation samples; one is made at the end in any case."""
+    """Steps between measurements on the validation samples; one is made at the end in any case. Enters the key only
+    where validations decide (`export_checkpoint: best`, `early_stop_patience`)."""
+
+    wandb_project: Annotated[str | None, Field(min_length=1)] = None
+    """Project on Weights & Biases that the metrics also go to; WANDB_API_KEY comes from the environment. Needs the
+    package wandb, which is not among the pins."""
+
+    mlflow_tracking_uri: Annotated[str | None, Field(min_length=1)] = None
+    """MLflow server (or `sqlite:///` and `file:` on this machine) that the metrics also go to; its credentials come
+    from the environment. Needs the package mlflow, which is not among the pins."""
+
+    mlflow_experiment: Annotated[str, Field(min_length=1)] = "draftsmith"
+    """Experiment there; made where it is not."""
 
     hang_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """A trainer that reports nothing for so long counts as hung: it is ended and resumed from its checkpoint."""
@@ -137,6 +166,42 @@ class TrainConfig(Config):
 
     activation_checkpointing: bool = False
     """Make activations again in the backward pass instead of keeping them: less memory, a longer step."""
+
+    smoke_serve: bool = True
+    """Before the export is committed, let vLLM serve it once: it must load, and answer ten greedy requests as the
+    verifier alone would. Takes one start of vLLM."""
+
+    smoke_serve_tie_nats: Annotated[float, Field(gt=0)] = 0.5
+    """How much less likely than the verifier's first choice a token of those answers may be: two choices that
+    nearly tie are rounded one way or the other in bf16. Verifiers of few bits may need more."""
+
+    @field_validator("mlflow_tracking_uri")
+    @classmethod
+    def _holds_no_secret(cls, uri: str | None) -> str | None:
+        if uri is not None and urlsplit(uri).username is not None:
+            raise ValueError(
+                "must hold no user and password; give them in the environment, as MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD"
+            )
+        return uri
+
+    @property
+    def validations_decide(self) -> bool:
+        """Whether what is exported depends on the validations, and so on when they are made."""
+        return self.export_checkpoint == "best" or self.early_stop_patience is not None
+
+    def content(self) -> dict[str, Any]:
+        found = super().content()
+        return found | {"validate_every_steps": self.validate_every_steps} if self.validations_decide else found
+
+    @model_validator(mode="after")
+    def _has_what_decides(self) -> Self:
+        if self.validations_decide and self.validation_share == 0:
+            raise ValueError(
+                "train.validation_share must be above 0 for export_checkpoint `best` and for early_stop_patience: "
+                "validation samples decide both"
+            )
+        return self
 
 
 class TrainSpec(Config):

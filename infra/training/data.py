@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from infra.fingerprint import sha256_hex
+from infra.hidden_states import EncodedSample
 from infra.training.batch import PackedBatch, concatenate
 from infra.training.config import TrainConfig
 from infra.training.eagle3 import align_sample
@@ -32,6 +33,7 @@ __all__ = [
     "StepBatch",
     "StepLoader",
     "build_index",
+    "encoded_sample",
     "index_from_json",
     "index_to_json",
     "make_pack",
@@ -218,6 +220,18 @@ def read_sample(store: ShardStore, where: IndexedSample) -> PackedBatch:
         sample.aux_hidden_states[:cut],
         sample.verifier_last_hidden_states[:cut],
     )
+
+
+def encoded_sample(store: ShardStore, where: IndexedSample) -> tuple[PackedBatch, EncodedSample]:
+    """One aligned sample without its states (their widths are 0), and what they are to be decoded from.
+
+    Row t of the sample has the auxiliary states of token t and the verifier's last ones of token t + 1.
+    """
+    sample = store.encoded(where.shard, where.row)
+    assert sample is not None, "failed rows are not indexed"
+    cut = where.num_tokens + 1
+    absent = torch.empty(cut, 0, dtype=torch.bfloat16)
+    return align_sample(sample.input_ids[:cut].long(), sample.loss_mask[:cut], absent, absent), sample
 
 
 def noisy(batch: PackedBatch, job: PackJob) -> PackedBatch:

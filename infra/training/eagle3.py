@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from infra.training.algorithm import trainable_parameters as trainable_parameter
 from infra.training.batch import PackedBatch
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.packed import PackedForward, unsupported
-from infra.training.packed_plan import PackPlan, plan_pack, row_capacity, upload
+from infra.training.packed_plan import PackPlan, plan_pack, row_capacity, trained_rows, upload
 from infra.training.rows import StepSums, forward_rows, plan_rows
 
 if TYPE_CHECKING:
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("draftsmith.training")
 
-# Columns of an objective's sums, one row per TTT step. `correct` counts rows whose guess, and all guesses of the
-# TTT steps before it, are the verifier's own first choice; `total` those whose earlier guesses all were.
-SUM_COLUMNS = ("loss", "rows", "correct", "total")
+# Columns of an objective's sums, one row per TTT step. `rows` counts those with a target at this TTT step, `judged`
+# those with one at every TTT step so far. Of the latter, `correct` counts rows whose guesses so far all are the
+# verifier's own first choice, and `total` rows whose guesses before this one were. So correct / total is the
+# conditional accuracy and correct / judged the full one: sums and counts are over the same rows.
+SUM_COLUMNS = ("loss", "rows", "correct", "total", "judged")
 
 
 def build_model(
@@ -47,23 +50,13 @@ def build_model(
     """
     import loguru
     from speculators.models.eagle3.core import Eagle3DraftModel
-    from speculators.train.cli import create_transformer_layer_config
 
     # It warns that a model with tied embeddings has no head of its own, and that one file is not many.
     loguru.logger.disable("speculators.utils.loading")
-    layer_config = create_transformer_layer_config(
-        verifier_path,
-        num_layers=config.num_layers,
-        draft_arch="llama",
-        hidden_act=None,
-        sliding_window=0,
-        full_attention_indices=list(range(config.num_layers)),
-        trust_remote_code=trust_remote_code,
-    )
-    layer_config.sliding_window = None
+    layers = layer_config(config.num_layers, verifier_path, trust_remote_code=trust_remote_code)
     torch.manual_seed(config.seed)
     model = Eagle3DraftModel.from_training_args(
-        layer_config,
+        layers,
         t2d=vocab.t2d,
         d2t=vocab.d2t,
         draft_vocab_size=vocab.draft_vocab_size,
@@ -79,6 +72,23 @@ def build_model(
     ).float()
     model.lm_head.weight.requires_grad_(config.train_lm_head)
     return model
+
+
+def layer_config(num_layers: int, verifier_path: str, *, trust_remote_code: bool) -> Any:
+    """The transformers config of the draft's layers: sizes, heads and positions are those of the verifier."""
+    from speculators.train.cli import create_transformer_layer_config
+
+    config = create_transformer_layer_config(
+        verifier_path,
+        num_layers=num_layers,
+        draft_arch="llama",
+        hidden_act=None,
+        sliding_window=0,
+        full_attention_indices=list(range(num_layers)),
+        trust_remote_code=trust_remote_code,
+    )
+    config.sliding_window = None
+    return config
 
 
 def align_sample(
@@ -104,13 +114,15 @@ class PreparedPack:
 
     Args:
         num_loss_tokens: trained tokens of this pack.
-        documents: [num_tokens], the number of each token's sample; for `library` only.
+        documents: [total_seq_len], the number of each token's sample, -1 for padding; for `library` only.
+        valid: [ttt_steps, total_seq_len], see `packed_plan.trained_rows`; for `library` only.
         plan: for `packed` only.
     """
 
     batch: PackedBatch
     num_loss_tokens: int
     documents: Tensor | None = None
+    valid: Tensor | None = None
     plan: PackPlan | None = None
 
     def to(self, device: torch.device) -> PreparedPack:
@@ -122,6 +134,7 @@ class PreparedPack:
             batch.to(device),
             self.num_loss_tokens,
             None if self.documents is None else upload(self.documents, device),
+            None if self.valid is None else upload(self.valid, device),
             None if self.plan is None else self.plan.to(device),
         )
 
@@ -144,6 +157,12 @@ class Eagle3:
         if kind == "auto":
             kind = "packed" if cuda else "rows"
         return Eagle3Objective(model, spec.train, kind, compiled=cuda)
+
+    def start_weights(self, spec: TrainSpec, folder: Path, vocab: bytes) -> dict[str, Tensor]:
+        from infra.training.eagle3_start import start_weights
+        from infra.vocab import VocabMap
+
+        return start_weights(spec, folder, VocabMap.from_bytes(vocab))
 
 
 class Eagle3Objective(Objective):
@@ -169,13 +188,15 @@ class Eagle3Objective(Objective):
 
     def prepare(self, batch: PackedBatch) -> PreparedPack:
         """What `forward` takes, of a batch on the CPU."""
-        plan = documents = None
+        plan = documents = valid = None
+        config = self.config
         if self.implementation == "packed":
-            config = self.config
             plan = plan_pack(batch, config.total_seq_len, config.ttt_steps, config.num_layers, self.capacity)
         elif self.implementation == "library":
-            documents = batch.document_ids
-        return PreparedPack(batch, batch.num_loss_tokens, documents, plan)
+            num_tokens = max(config.total_seq_len, batch.num_tokens)
+            documents = nn.functional.pad(batch.document_ids, (0, num_tokens - batch.num_tokens), value=-1)
+            valid = trained_rows(batch, num_tokens, config.ttt_steps)
+        return PreparedPack(batch, batch.num_loss_tokens, documents, valid, plan)
 
     def expect(self, packs: Sequence[tuple[int, int]]) -> None:
         # A trained token has a row at each TTT step: its own and those just before its sample's answer.
@@ -215,49 +236,65 @@ class Eagle3Objective(Objective):
         return [valid[step].float() * (decay**step / num_loss_tokens) for step in range(self.config.ttt_steps)]
 
     def _summed(self, steps: list[StepSums], num_loss_tokens: int) -> tuple[Tensor, Tensor]:
-        table = []
-        standing: Tensor | None = None
-        for index, step in enumerate(steps):
-            eligible = step.valid if standing is None else step.valid & standing
-            standing = eligible & step.correct
-            weight = self.config.ttt_step_loss_decay**index / num_loss_tokens
-            counts = (step.valid.sum(), standing.sum(), eligible.sum())
-            table.append(torch.stack([step.loss.detach() / weight, *counts]).double())
-        return torch.stack([step.loss for step in steps]).sum(), torch.stack(table)
+        counts = count_guesses([step.valid for step in steps], [step.correct for step in steps])
+        weights = [self.config.ttt_step_loss_decay**index / num_loss_tokens for index in range(len(steps))]
+        losses = [step.loss.detach() / weight for step, weight in zip(steps, weights, strict=True)]
+        rows = torch.stack([step.valid.sum() for step in steps])
+        table = torch.stack([torch.stack(losses).double(), rows.double(), *counts.double()], dim=1)
+        return torch.stack([step.loss for step in steps]).sum(), table
 
     def _forward_library(self, pack: PreparedPack, num_loss_tokens: int) -> tuple[Tensor, Tensor]:
         from speculators.losses import resolve_loss_config
 
         assert pack.documents is not None
+        assert pack.valid is not None
         config = self.config
         batch = pack.batch.padded_to(config.total_seq_len)
-        missing = batch.num_tokens - pack.batch.num_tokens
-        documents = nn.functional.pad(pack.documents, (0, missing), value=-1)
         dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        _, loss, metrics = self.model(
+        last_hidden = batch.verifier_last_hidden_states.to(dtype)
+        guesses, loss, metrics = self.model(
             batch.hidden_states.to(dtype)[None],
             batch.input_ids[None],
-            documents[None],
+            pack.documents[None],
             loss_mask=batch.loss_mask[None],
             position_ids=batch.position_ids[None],
-            verifier_last_hidden_states=batch.verifier_last_hidden_states.to(dtype)[None],
+            verifier_last_hidden_states=last_hidden[None],
             ttt_steps=config.ttt_steps,
             ttt_step_loss_decay=config.ttt_step_loss_decay,
             loss_config=resolve_loss_config(config.loss, "eager"),
         )
-        rows = metrics["loss_0_sum"].new_tensor(0.0) + pack.num_loss_tokens
-        table = [
-            torch.stack(
-                [
-                    metrics[f"loss_{step}_sum"] / config.ttt_step_loss_decay**step * rows,
-                    rows,
-                    metrics[f"cond_acc_{step}_sum"],
-                    metrics[f"cond_acc_{step}_total"],
-                ]
-            )
-            for step in range(config.ttt_steps)
-        ]
-        return loss * (pack.num_loss_tokens / num_loss_tokens), torch.stack(table).double()
+        # Its own accuracies sum over other rows than they count (rows without a target are in `cond_acc_total`,
+        # rows that no draft starts from in `full_acc_total`): a draft that is right everywhere would not score 1.
+        with torch.no_grad():
+            wanted = self.model.verifier_lm_head(self.model.verifier_norm(last_hidden)).argmax(dim=-1)
+            # The row's target at TTT step s is s rows further on; where there is none, it is not valid either.
+            correct = [guess[0] == wanted.roll(-step) for step, guess in enumerate(guesses)]
+            counts = count_guesses(list(pack.valid), correct).double()
+        decay = config.ttt_step_loss_decay
+        means = [metrics[f"loss_{step}_sum"] / decay**step for step in range(config.ttt_steps)]
+        rows = torch.full_like(counts[0], pack.num_loss_tokens)
+        table = torch.stack([torch.stack(means).double() * rows, rows, *counts], dim=1)
+        return loss * (pack.num_loss_tokens / num_loss_tokens), table
+
+
+def count_guesses(valid: Sequence[Tensor], correct: Sequence[Tensor]) -> Tensor:
+    """The counts `correct`, `total` and `judged` of SUM_COLUMNS.
+
+    Args:
+        valid, correct: for each TTT step [num_rows], whether a row has a target there, and whether its guess is
+            that; what `correct` says of a row without a target does not matter.
+
+    Returns:
+        [3, ttt_steps].
+    """
+    judged = standing = torch.ones_like(valid[0])
+    columns = []
+    for has_target, guessed in zip(valid, correct, strict=True):
+        judged = judged & has_target
+        eligible = standing & has_target
+        standing = eligible & guessed
+        columns.append(torch.stack([standing.sum(), eligible.sum(), judged.sum()]))
+    return torch.stack(columns, dim=1)
 
 
 def _implementation(model: Any, config: TrainConfig, wanted: str) -> str:

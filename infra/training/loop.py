@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor
 
 from infra import leases, storage
-from infra.errors import InputError
+from infra.errors import InfrastructureError, InputError
 from infra.training import checkpoint as checkpoints
 from infra.training.algorithm import Objective, algorithm, trainable_parameters
 from infra.training.batch import PackedBatch
+from infra.training.best import Validations, ended_early, refuse_without_validation
 from infra.training.checkpoint_files import CheckpointRef, withdraw_foreign
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.data import (
@@ -79,6 +81,7 @@ class Trainer:
         index = ranks.share_bytes(index_to_json(build_index(store, config)) if ranks.rank == 0 else None)
         self.index = index_from_json(index)
         self.schedule = Schedule(self.index, config)
+        refuse_without_validation(config, len(self.index), bool(self.schedule.validation))
         self.loader = StepLoader(store, self.schedule, config, ranks.rank, ranks.world)
         objective = algorithm(config).objective(spec, storage.get(spec.vocab_uri), cuda=ranks.cuda)
         some = range(min(EXPECTED_STEPS, self.schedule.num_steps))
@@ -94,6 +97,7 @@ class Trainer:
         self.sums = torch.zeros(objective.sums_shape, dtype=torch.float64, device=ranks.device)
         self.gradient_norm = torch.zeros(())
         self.step = 0
+        self.validations = Validations()
         self.metrics: MetricsFile | None = None
         self.copies, self.writer = checkpoints.HostCopies(), checkpoints.CheckpointWriter()
 
@@ -125,6 +129,8 @@ class Trainer:
 
     def _train(self) -> Literal["done", "stopped", "superseded"]:
         first, last = self.step, self.schedule.num_steps
+        if self._on_plateau():  # and was killed before it could end
+            return "done"
         device = self.ranks.device
         batches = feed(self.loader, first, last, device, input_workers(self.config, device))
         meter = Meter()
@@ -139,13 +145,19 @@ class Trainer:
             if self.step % self.config.validate_every_steps == 0 or at_end:
                 with meter.paused():
                     self._validate(batch.validation)
+            if self._on_plateau():
+                at_end = True
+                if self.step % self.config.log_every_steps:
+                    self._log_training(meter)
             stopping = self.ranks.any(self.stop.asked)
-            if self.step % self.config.checkpoint_every_steps == 0 or at_end or stopping:
+            if self.step % self.config.checkpoint_every_steps == 0 or at_end or stopping or self._is_best_to_keep():
                 if self._superseded():
                     return "superseded"
                 with meter.paused():
                     self._save()
-            if stopping and not at_end:
+            if at_end:
+                break
+            if stopping:
                 return "stopped"
         return "done"
 
@@ -171,6 +183,9 @@ class Trainer:
         sums = self.ranks.sum(self.sums)
         self.sums.zero_()
         tokens_per_second, input_wait_seconds = meter.take()
+        memory_field, memory_gib = self.ranks.peak_memory()
+        # What one rank waits for, all wait for; and the fullest GPU is the one that runs out.
+        input_wait_seconds, memory_gib = self.ranks.largest([input_wait_seconds, memory_gib])
         gradient_norm = float(whole(self.gradient_norm))
         rate = learning_rate(self.config, self.step - 1, self.schedule.num_steps)
         if self.metrics is not None:
@@ -186,8 +201,24 @@ class Trainer:
                     gradient_norm=gradient_norm,
                     tokens_per_second=tokens_per_second,
                     input_wait_seconds=input_wait_seconds,
+                    **{memory_field: memory_gib},
                 )
             )
+
+    def _on_plateau(self) -> bool:
+        """Whether training ends here, before its last planned step; the same on every rank."""
+        ends = self.step < self.schedule.num_steps and self.validations.plateau(self.config)
+        if ends and self.ranks.rank == 0:
+            say("plateau", step=self.step, why=ended_early(self.validations, self.config))
+        return ends
+
+    def _kept_best(self) -> CheckpointRef | None:
+        return self.validations.best if self.config.export_checkpoint == "best" else None
+
+    def _is_best_to_keep(self) -> bool:
+        """Whether the validation of this very step found what may be exported."""
+        best = self._kept_best()
+        return best is not None and best.step == self.step
 
     @torch.no_grad()
     def _validate(self, packs: Iterable[PackedBatch]) -> None:
@@ -198,16 +229,12 @@ class Trainer:
             for pack in packs:
                 sums += self._objective(objective, pack, max(1, pack.num_loss_tokens))[1]
         total = self.ranks.sum(sums)
+        decay, num_steps = self.config.ttt_step_loss_decay, self.schedule.num_steps
+        line = metrics_line("validation", self.step, total, decay, num_steps=num_steps)
+        here = CheckpointRef(self.step, self.spec.lease_epoch)
+        self.validations = self.validations.after(line["acceptance_length"], here, self.config.early_stop_min_gain)
         if self.metrics is not None:
-            self.metrics.append(
-                metrics_line(
-                    "validation",
-                    self.step,
-                    total,
-                    self.config.ttt_step_loss_decay,
-                    num_steps=self.schedule.num_steps,
-                )
-            )
+            self.metrics.append(line)
 
     def _superseded(self) -> bool:
         """Whether the lease is under another epoch now. One rank looks, all are told."""
@@ -225,14 +252,19 @@ class Trainer:
             withdraw_foreign(spec.draft_uri, spec.inputs_sha256, spec.lease_epoch)
         found = checkpoints.read_newest(spec.draft_uri, spec.inputs_sha256)
         text = ""
+        if found is None and self.config.init_from is not None:
+            raise InfrastructureError("the start draft's weights are not there whole; the next attempt writes them")
         if found is not None:
             checkpoints.restore(found, self.parameters, self.optimizer, self.ranks.rank)
             self.step = found.ref.step
+            self.validations = Validations.from_json(found.state.get("validations", Validations().to_json()))
             text = found.metrics
-            if self.ranks.rank == 0:
+            if self.ranks.rank == 0 and self.step > 0:
                 values = [float.fromhex(value) for value in found.state["sums"]]
-                self.sums.copy_(torch.tensor(values, dtype=torch.float64).view_as(self.sums))
-            logger.info("Resuming from step %d of %d", self.step, self.schedule.num_steps)
+                # An earlier version's had other columns; the next line then misses the steps since its last one.
+                if len(values) == self.sums.numel():
+                    self.sums.copy_(torch.tensor(values, dtype=torch.float64).view_as(self.sums))
+            logger.info("Going on from step %d of %d", self.step, self.schedule.num_steps)
         if self.ranks.rank == 0:
             self.metrics = MetricsFile(Path(spec.metrics_path), text)
 
@@ -257,6 +289,8 @@ class Trainer:
             # Hexadecimal floats come back bit for bit.
             "sums": [value.hex() for value in gathered.flatten().tolist()],
             "learning_rate": learning_rate(config, self.step - 1, self.schedule.num_steps),
+            "validations": self.validations.to_json(),
+            "kept_best": asdict(best) if (best := self._kept_best()) is not None else None,
         }
         text = self.metrics.text
         self.writer.start(

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infra.hidden_states import EncodedSample
 from infra.training.batch import PackedBatch
 
 logger = logging.getLogger("draftsmith.training")
 
+# 1 MB of four layers of 4,096 channels.
+TOKENS_AT_ONCE = 32
 # Each tensor begins at a cache line.
 _ALIGNMENT_BYTES = 64
 
@@ -34,10 +37,23 @@ class PackBuffers:
     position_ids: Tensor
     verifier_last_hidden_states: Tensor
 
-    def write(self, start: int, part: PackedBatch) -> None:
-        """Copy a sample to its place in the pack."""
-        for entry in fields(self):
-            getattr(self, entry.name)[start : start + part.num_tokens].copy_(getattr(part, entry.name))
+    def write(self, start: int, part: PackedBatch, encoded: EncodedSample) -> None:
+        """Put a sample to its place in the pack, its states decoded in parts that stay in a core's cache.
+
+        Args:
+            part, encoded: from `encoded_sample`.
+        """
+        end = start + part.num_tokens
+        for name in ("input_ids", "loss_mask", "position_ids"):
+            getattr(self, name)[start:end].copy_(getattr(part, name))
+        # One more token than there are rows: the first has no last state here, and the last no auxiliary one.
+        for first in range(0, part.num_tokens + 1, TOKENS_AT_ONCE):
+            aux, last = encoded.states(slice(first, min(first + TOKENS_AT_ONCE, part.num_tokens + 1)))
+            place = start + first
+            aux_rows = self.hidden_states[place : min(place + len(aux), end)]
+            aux_rows.copy_(aux[: len(aux_rows)])
+            skipped = 1 if first == 0 else 0
+            self.verifier_last_hidden_states[place - 1 + skipped : place - 1 + len(last)].copy_(last[skipped:])
 
     def batch(self, lengths: tuple[int, ...]) -> PackedBatch:
         """The first sum(lengths) tokens, in views."""

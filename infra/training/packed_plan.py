@@ -98,10 +98,25 @@ class PackPlan:
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """The values on `device`. Through pinned memory, since a copy from other memory may wait for the device."""
-    if device.type == "cuda" and not values.is_cuda:
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
+    """The values on `device`, for its current stream.
+
+    Through pinned memory, since a copy from other memory may wait for the device. By a stream of their own: copied
+    by the current one, after what is computed before, they would meet the upload of the next pack's states, behind
+    which the copy engine would keep them, and the device idle.
+    """
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device, non_blocking=True)
+    computing, uploading = torch.cuda.current_stream(device), _uploading(device)
+    with torch.cuda.stream(uploading):
+        found = values.pin_memory().to(device, non_blocking=True)
+    found.record_stream(computing)
+    computing.wait_stream(uploading)
+    return found
+
+
+@functools.cache
+def _uploading(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def row_capacity(num_rows: Sequence[int], total_seq_len: int) -> int | None:
@@ -133,7 +148,7 @@ def plan_pack(
         num_layers: with more than one, all tokens pass the layers before the last at the first TTT step.
     """
     num_tokens = padded_tokens(max(total_seq_len, batch.num_tokens))
-    trained = _trained(batch, num_tokens, ttt_steps)  # [ttt_steps, num_tokens]
+    trained = trained_rows(batch, num_tokens, ttt_steps)  # [ttt_steps, num_tokens]
     starts = torch.arange(num_tokens, dtype=torch.int32)
     starts[: batch.num_tokens] = torch.repeat_interleave(
         torch.tensor([0, *batch.lengths[:-1]]).cumsum(0), torch.tensor(batch.lengths)
@@ -162,8 +177,12 @@ def plan_pack(
     )
 
 
-def _trained(batch: PackedBatch, num_tokens: int, ttt_steps: int) -> Tensor:
-    """[ttt_steps, num_tokens], whether token t + s of the same sample is trained on."""
+def trained_rows(batch: PackedBatch, num_tokens: int, ttt_steps: int) -> Tensor:
+    """[ttt_steps, num_tokens], whether token t + s of the same sample is trained on.
+
+    Args:
+        num_tokens: of the pack with its padding.
+    """
     lengths = torch.tensor(batch.lengths)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     trained = torch.zeros(ttt_steps, num_tokens, dtype=torch.bool)

@@ -7,6 +7,7 @@ A line on standard output begins with `PREFIX` and goes on with one JSON object;
 - `stopped`: `step`; a SIGTERM was answered with a checkpoint, the same command resumes there (exit code
   `EXIT_RESUME` of the trainer's own process; torchrun makes 1 of any exit that is not 0)
 - `superseded`: `step`; a later run holds the lease, so this one ended without a checkpoint
+- `plateau`: `step`, `why`; training ends after this step, before its last planned one
 - `done`: `step`; the last step's checkpoint is committed
 - `failed`: `error_type`, `message`, and `stage_uri`, `shard`, `problem` for a DamagedShard
 """
@@ -48,26 +49,31 @@ def metrics_line(kind: str, step: int, sums: Tensor, decay: float, **more: Any) 
     """One line of metrics.
 
     Args:
-        sums: [ttt_steps, 4] of loss, rows, correct, total (infra.training.eagle3.SUM_COLUMNS), over all ranks.
+        sums: [ttt_steps, 5] of infra.training.eagle3.SUM_COLUMNS, over all ranks.
 
     Returns:
         `kind`, `step`, `loss` (weighted over the TTT steps, as optimized), `loss_per_ttt_step`,
         `accuracy_per_ttt_step` (conditional: of the rows guessed right so far, the share guessed right here too),
+        `full_accuracy_per_ttt_step` (of all rows, the share guessed right here and at every TTT step before),
         `acceptance_length` (1 + the expected run of right guesses, were every row to start a draft), and `more`.
+        The counts of each accuracy are over the rows of its sum: a draft that is right everywhere has 1.0 at every
+        TTT step.
     """
-    table = sums.tolist()
-    losses = [row[0] / max(row[1], 1.0) for row in table]
-    accuracies = [row[2] / max(row[3], 1.0) for row in table]
+    losses, conditional, full = [], [], []
     standing, length = 1.0, 1.0
-    for accuracy in accuracies:
-        standing *= accuracy
+    for loss, rows, correct, total, judged in sums.tolist():
+        losses.append(loss / max(rows, 1.0))
+        conditional.append(correct / max(total, 1.0))
+        full.append(correct / max(judged, 1.0))
+        standing *= conditional[-1]
         length += standing
     return {
         "kind": kind,
         "step": step,
         "loss": sum(loss * decay**index for index, loss in enumerate(losses)),
         "loss_per_ttt_step": losses,
-        "accuracy_per_ttt_step": accuracies,
+        "accuracy_per_ttt_step": conditional,
+        "full_accuracy_per_ttt_step": full,
         "acceptance_length": length,
         **more,
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+from collections.abc import Sequence
 from types import FrameType
 
 import torch
@@ -40,6 +42,21 @@ class Ranks:
 
     def any(self, value: bool) -> bool:
         return bool(self.sum(torch.tensor(float(value))) > 0)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Of each value the largest over all ranks; they travel by gloo, so no GPU is waited for."""
+        shared = torch.tensor(values, dtype=torch.float64)
+        if self.world > 1:
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return shared.tolist()
+
+    def peak_memory(self) -> tuple[str, float]:
+        """The name of its field in a line of metrics, and the most GiB that tensors of this rank's GPU have taken
+        at a time; without a GPU, that this process has."""
+        if self.cuda:
+            return "peak_gpu_memory_gib", torch.cuda.max_memory_allocated(self.device) / 2**30
+        kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return "peak_process_memory_gib", kib / 2**20
 
     def barrier(self) -> None:
         self.any(False)
@@ -82,9 +99,13 @@ class StopRequest:
 
 
 def set_up_threads(config: TrainConfig, ranks: Ranks) -> None:
-    """Share the cores among this machine's ranks."""
+    """Share the cores among this machine's ranks.
+
+    Where a GPU trains, the input processes have them: what the host computes then is small, and an operation in
+    many threads ends with the last of them to get a core.
+    """
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(config.num_threads or max(1, cores // local_world))
+    cores = 1 if ranks.cuda else len(os.sched_getaffinity(0)) // local_world
+    torch.set_num_threads(config.num_threads or max(1, cores))
     # Adam's averages of weights that hardly move decay into denormals, on which CPUs are many times slower.
     torch.set_flush_denormal(True)

@@ -26,7 +26,7 @@ import pyarrow as pa
 from infra import manifest, storage
 from infra.errors import DamagedShard, StageFailed
 from infra.guard import process_start
-from infra.hidden_states import HiddenSample, HiddenStatesFile
+from infra.hidden_states import EncodedSample, HiddenSample, HiddenStatesFile
 from infra.locations import cache_folder
 from infra.manifest import ShardRecord
 from infra.training.ranged_file import RangedFile
@@ -164,6 +164,10 @@ class ShardStore:
     def sample(self, shard: int, row: int) -> HiddenSample | None:
         """The decoded sample; None where it failed."""
         return self._told(shard, lambda: self._file(shard).sample(row))
+
+    def encoded(self, shard: int, row: int) -> EncodedSample | None:
+        """The sample, not decoded yet; None where it failed."""
+        return self._told(shard, lambda: self._file(shard).encoded(row))
 
     def read_unchecked(self, shard: int, read: Callable[[HiddenStatesFile], T]) -> T:
         """What `read` takes of a shard by ranges, before the rest of it is fetched or checked."""

@@ -46,6 +46,7 @@ TINY = (
     "train.warmup_steps=2",
     "train.checkpoint_every_steps=3",
     "train.log_every_steps=3",
+    "train.smoke_serve=false",  # half a minute each; tests/e2e/test_smoke_serve.py has one
     "evaluate.methods=[none, eagle3]",
     "evaluate.concurrency=[1, 2]",
     "evaluate.num_prompts=[2, 4]",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infra.extraction import ExtractConfig, ExtractionEngine, ExtractSample
+from infra.extraction import ExtractConfig, ExtractionEngine, ExtractSample, StreamTimes
 from infra.processes import living, process_token
 from infra.verifier import Verifier, VerifierConfig, materialize
 from infra.vllm_config import VllmConfig
@@ -83,6 +84,22 @@ def test_bad_samples_are_their_own_errors_and_the_engine_goes_on(
     assert again.hidden_states is not None
     assert results[1].hidden_states is not None
     assert again.hidden_states.shape == results[1].hidden_states.shape
+
+
+def test_requests_that_are_in_the_engine_together_keep_apart(
+    engine: ExtractionEngine, model: Any, samples: list[ExtractSample]
+) -> None:
+    shards = {"00003": samples[:7], "00004": samples[7:], "00005": samples[5:6]}
+    times = {shard: StreamTimes() for shard in shards}
+    started = time.monotonic()
+    with ThreadPoolExecutor(len(shards)) as pool:
+        streams = {
+            shard: pool.submit(list, engine.stream(shard, asked, times[shard])) for shard, asked in shards.items()
+        }
+        found = {shard: stream.result() for shard, stream in streams.items()}
+    for shard, asked in shards.items():
+        assert_states_agree(model, asked, found[shard], engine.meta.layer_ids)
+    assert sum(each.engine_seconds for each in times.values()) < time.monotonic() - started, "none counts twice"
 
 
 def test_nothing_stays_staged(engine: ExtractionEngine) -> None:

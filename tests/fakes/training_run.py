@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def write_stage(root: str, rows: Sequence[Sequence[HiddenRow]], *metas: HiddenSt
             shard,
             encode(content, metas[min(number, len(metas) - 1)]),
             rows=len(content),
-            status_counts={"ok": len(content)},
+            status_counts=Counter(row.status for row in content),
             inputs={},
         )
     manifest.finish(stage, {})
@@ -67,14 +68,14 @@ def vocabulary() -> VocabMap:
     return VocabMap(ids - torch.arange(len(ids)), t2d, t2d.long())
 
 
-def random_rows(num_samples: int, first: int = 0) -> list[HiddenRow]:
+def random_rows(num_samples: int, first: int = 0, num_layers: int = len(LAYER_IDS)) -> list[HiddenRow]:
     """Samples of 10 to 40 tokens, the first third of each a prompt."""
     rows = []
     for number in range(first, first + num_samples):
         generator = torch.Generator().manual_seed(number)
         length = int(torch.randint(10, 41, (1,), generator=generator))
         ids = torch.randint(0, VERIFIER_VOCAB_SIZE, (length,), generator=generator).tolist()
-        states = torch.randn(length, len(LAYER_IDS), HIDDEN_SIZE, generator=generator)
+        states = torch.randn(length, num_layers, HIDDEN_SIZE, generator=generator)
         mask = [place >= length // 3 for place in range(length)]
         rows.append(HiddenRow(f"sample/{number}", "ok", None, ids, mask, states.bfloat16()))
     return rows
