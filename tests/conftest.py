@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,14 @@ import pytest
 
 from infra.local_s3 import LocalS3
 from infra.storage_s3_client import VARIABLES
+
+
+@pytest.fixture(autouse=True)
+def as_processes_begin() -> Iterator[None]:
+    """A trainer that runs in the tests' own process has it take the smallest numbers for zero; undone after it."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session")
