@@ -4,7 +4,8 @@
 
 The same conversations (questions strung together, 64 to 448 tokens) in interleaved rounds whose order turns; the
 encoding of ours changes from round to round. Ours is what the stage does: `ExtractionEngine`, two shards at a time
-checked and encoded as Parquet, and committed to a folder (more with `--threads`). Each peer has its own rounds:
+checked and encoded as Parquet in processes of their own, and committed to a folder (more with `--builders`). Each
+peer has its own rounds:
 
 - `speculators`: `speculators generate-offline-data` with its defaults (32 requests in flight, raw states, a file a
   sample, no checks) against a vLLM server with our connector, since vLLM's own writes empty files on CPU.
@@ -13,7 +14,7 @@ checked and encoded as Parquet, and committed to a folder (more with `--threads`
 Both sides have their engine loaded from the start and have made a first pass that is not measured; with `--eager`
 neither is compiled. Each is measured from its first request to its last file: loading, imports and start-up are in
 none. A ratio is the median of the rounds' ratios. Of each pass of ours is said how busy its engine was, what its
-threads waited for, and how many cores this process used (the engine's are not among them).
+builders waited for, and how many cores they and this process used (the engine's are not among them).
 
 The on-policy check is made, with margins so wide that text which is not the verifier's own passes and leaves no
 doubt, as most of its own does. Bytes are those of the files. Decoding is of one core, of the first shard's file in
@@ -44,10 +45,11 @@ from extraction_peers import HOME, PEERS, Bench, Measure, Pass, tokens_in
 from transformers import AutoTokenizer
 
 from infra import manifest
-from infra.extraction import ExtractConfig, ExtractionEngine, StreamTimes, build_shard, samples_of
+from infra.build_pool import BuildPool
+from infra.extraction import ExtractConfig, ExtractionEngine, StreamTimes, samples_of
 from infra.hidden_states import ENCODINGS, decode
 from infra.manifest import Shard, StageRef
-from infra.processes import process_token
+from infra.processes import living, process_token
 from infra.schemas import RESPONSES, STATUS_OK
 from infra.state_checks import ChecksConfig, StateChecks, open_head
 from infra.verifier import Verifier, VerifierConfig, materialize
@@ -66,7 +68,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=len(ENCODINGS))
     parser.add_argument("--shard-size", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=2, help="as extract.shards_per_engine")
+    parser.add_argument("--builders", type=int, default=2, help="as extract.shards_per_engine")
     parser.add_argument("--staging-mib", type=float, default=128.0, help="bound of our staging folder")
     parser.add_argument("--model", default=VerifierConfig().model, help="as verifier.model")
     parser.add_argument("--python", help="as vllm.python")
@@ -86,8 +88,8 @@ async def run(options: argparse.Namespace) -> None:
         shards = await asyncio.to_thread(make_shards, verifier, options.samples, options.shard_size)
         bench = Bench(Path(name), verifier, vllm_config(options.python, options.eager), shards, options.keep)
         print(
-            f"{len(bench.input_ids)} conversations, {bench.num_tokens} tokens, {options.threads} threads, engines "
-            f"{'not ' if options.eager else ''}compiled, load {os.getloadavg()[0]:.1f}",
+            f"{len(bench.input_ids)} conversations, {bench.num_tokens} tokens, {options.builders} builders, "
+            f"engines {'not ' if options.eager else ''}compiled, load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
         failed = False
@@ -104,9 +106,7 @@ async def run(options: argparse.Namespace) -> None:
                     report(bench, engine, peer, made)
             for number in range(options.linger):
                 print(f"lingering, pass {number + 1}", flush=True)
-                await asyncio.to_thread(
-                    our_pass, bench, engine, any_checks(bench, engine), "bf16_split", options.threads
-                )
+                await asyncio.to_thread(our_pass, bench, engine, "bf16_split", options.builders)
     if failed:
         raise SystemExit(1)
 
@@ -157,10 +157,9 @@ async def rounds(
     made: list[Round],
 ) -> None:
     """Adds to `made` round by round."""
-    checks = any_checks(bench, engine)
 
     async def ours(encoding: str) -> Pass:
-        return await asyncio.to_thread(our_pass, bench, engine, checks, encoding, options.threads)
+        return await asyncio.to_thread(our_pass, bench, engine, encoding, options.builders)
 
     # The first passes meet batches of sizes that no engine has seen yet.
     await ours(next(iter(ENCODINGS)))
@@ -192,51 +191,65 @@ async def our_engine(bench: Bench, staging_mib: float) -> AsyncIterator[Extracti
         await asyncio.to_thread(engine.stop)
 
 
-def any_checks(bench: Bench, engine: ExtractionEngine) -> StateChecks:
-    return StateChecks(ANY_TEXT, engine.meta, open_head(ANY_TEXT, bench.verifier))
-
-
-def our_pass(bench: Bench, engine: ExtractionEngine, checks: StateChecks, encoding: str, threads: int) -> Pass:
+def our_pass(bench: Bench, engine: ExtractionEngine, encoding: str, builders: int) -> Pass:
     """The stage's own work, into a folder that is left for one encoding at a time."""
     root = bench.folder / encoding
     shutil.rmtree(root, ignore_errors=True)
     stage = StageRef(str(root), "hidden_states", {"encoding": encoding})
     meta = dataclasses.replace(engine.meta, encoding=encoding)
+    checks = StateChecks(ANY_TEXT, meta, open_head(ANY_TEXT, bench.verifier))
     spent: list[tuple[StreamTimes, float, float]] = []  # of each shard; and its seconds in all, and committing
 
     def extract(numbered: tuple[int, pa.Table]) -> int:
         number, responses = numbered
         shard = Shard(f"{number:05d}")
         times, started = StreamTimes(), time.perf_counter()
-        built = build_shard(responses, engine.stream(shard.shard, samples_of(responses), times), meta, checks)
+        built = pool.build(responses, engine.staged(shard.shard, samples_of(responses), times), times)
         encoded = time.perf_counter()
         assert built.status_counts == {STATUS_OK: len(responses)}, built.status_counts
         counts = built.status_counts
         record = manifest.commit_shard(
             stage, shard, built.data, rows=built.rows, status_counts=counts, inputs={}, extra=built.extra
         )
+        assert isinstance(built.data, Path)
+        built.data.unlink()
         ended = time.perf_counter()
         spent.append((times, ended - started, ended - encoded))
         return record.size_bytes
 
-    began, cpu = time.perf_counter(), time.process_time()
-    with ThreadPoolExecutor(threads) as pool:
-        size_bytes = sum(pool.map(extract, enumerate(bench.shards)))
-    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    token = process_token("benchmark", str(bench.folder), "builders")
+    folder, log_path = engine.staging.folder, bench.folder / "builders.log"
+    with (
+        BuildPool(checks, bench.verifier.path, folder, token=token, log_path=log_path, ahead=builders) as pool,
+        ThreadPoolExecutor(builders) as threads,
+    ):
+        pool.wait_ready()
+        began, cpu = time.perf_counter(), cpu_seconds(token)
+        size_bytes = sum(threads.map(extract, enumerate(bench.shards)))
+        seconds, cpu = time.perf_counter() - began, cpu_seconds(token) - cpu
     engine_seconds = sum(times.engine_seconds for times, *_ in spent)
     waited = sum(times.waited_seconds for times, *_ in spent)
     whole, committing = sum(of[1] for of in spent), sum(of[2] for of in spent)
 
-    def share(of_threads: float) -> str:
-        return f"{of_threads / threads / seconds:.0%}"
+    def share(of_builders: float) -> str:
+        return f"{of_builders / builders / seconds:.0%}"
 
     print(
         f"  {time.strftime('%H:%M:%S')} {encoding}: {seconds:.2f} s, engine busy {engine_seconds / seconds:.0%}; "
-        f"{threads} threads: {share(waited)} waiting for engine or staging, {share(whole - waited - committing)} "
+        f"{builders} builders: {share(waited)} waiting for engine or staging, {share(whole - waited - committing)} "
         f"checking and encoding, {share(committing)} committing; {cpu / seconds:.1f} cores",
         flush=True,
     )
     return Pass(seconds, size_bytes)
+
+
+def cpu_seconds(token: str) -> float:
+    """Of this process and those of `token`."""
+    ticks = 0
+    for pid in living(token):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def report(bench: Bench, engine: ExtractionEngine, peer: str, made: list[Round]) -> None:

@@ -6,6 +6,7 @@ its responses as the shards that are made.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ BF16_BYTES = 2
 EXPECTED_RATIO = {"bf16": 1.0, "bf16_split": 0.70, "fp8_e4m3": 0.51}
 # What `extract_shard` measures, beside what `build_shard` puts into the record.
 EXTRACT_SECONDS, ENCODE_SECONDS = "extract_seconds", "encode_seconds"
+# Shards that an engine has at a time at least: one that it computes, one that is built meanwhile.
+FEWEST_SHARDS = 2
+# Shards that tell how many an engine needs: the first ones of a run are slower.
+RECENT_SHARDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,7 @@ class Measured:
         raw_bytes: their states in bf16.
         stored_bytes: the files.
         extract_seconds: that an engine has worked for them.
-        encode_seconds: for checking and encoding, by one thread.
+        encode_seconds: for checking and encoding, by one process.
     """
 
     num_tokens: int
@@ -62,11 +67,39 @@ class Measured:
             encode_seconds=sum(record.extra[ENCODE_SECONDS] for record in told),
         )
 
-    def tokens_per_second(self, num_engines: int, shards_per_engine: int) -> float:
-        """Of that many engines, or of the threads that encode for them where those are slower."""
-        threads = min(num_engines * shards_per_engine, os.cpu_count() or 1)
-        seconds = max(self.extract_seconds / num_engines, self.encode_seconds / threads)
+    def tokens_per_second(self, num_engines: int, num_builders: int) -> float:
+        """Of that many engines, or of the processes that encode for them where those are slower."""
+        builders = min(num_builders, num_cores())
+        seconds = max(self.extract_seconds / num_engines, self.encode_seconds / builders)
         return self.num_tokens / max(seconds, 1e-9)
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def shards_at_a_time(config: ExtractConfig, records: Sequence[ShardRecord], limit_bytes: int) -> int:
+    """How many shards an engine is to have at a time: what the config says, or as many as keep it busy.
+
+    While it computes one, the others are built. So those are as many as it could compute while one is built, by the
+    latest records; no more than its share of the cores, or than the staging's bound holds of the shards' files, but
+    always two.
+
+    Args:
+        records: in the order they were made.
+        limit_bytes: bound of the staging.
+    """
+    if config.shards_per_engine is not None:
+        return config.shards_per_engine
+    told = [record for record in records if record.extra.get(EXTRACT_SECONDS)][-RECENT_SHARDS:]
+    if not told:
+        return FEWEST_SHARDS
+    extract_seconds: float = sum(record.extra[EXTRACT_SECONDS] for record in told)
+    encode_seconds: float = sum(record.extra[ENCODE_SECONDS] for record in told)
+    wanted = 1 + math.ceil(encode_seconds / extract_seconds)
+    files = limit_bytes * len(told) // max(1, sum(record.size_bytes for record in told)) // config.engines
+    return max(FEWEST_SHARDS, min(wanted, num_cores() // config.engines, files))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +124,14 @@ class Budget:
     ) -> Budget:
         """The budget for the shards of responses that are left."""
         left_bytes = sum(record.size_bytes for record in left)
+        num_builders = config.engines * (config.shards_per_engine or num_cores())
         return cls(
             encoding=config.encoding,
             num_engines=config.engines,
             tokens_done=measured.num_tokens,
             tokens_left=round(measured.num_tokens * left_bytes / max(measured.input_bytes, 1)),
             bytes_per_token=measured.stored_bytes / measured.num_tokens,
-            tokens_per_second=measured.tokens_per_second(config.engines, config.shards_per_engine),
+            tokens_per_second=measured.tokens_per_second(config.engines, num_builders),
             room_bytes=room_bytes,
         )
 
