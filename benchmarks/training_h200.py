@@ -128,9 +128,9 @@ def more_steps(workload: Workload, report: Report) -> None:
     """Other ways to do a step, and where the time of ours goes."""
     report.part("verifier", 0, lambda: write_verifier(workload))
     rates: dict[str, float] = {}
-    report.part("where our step's time goes", 30, lambda: steps.profile_step(workload))
     report.part("steps", 60, lambda: steps.compare_steps(workload, steps.MORE_STEPS, rates))
     report.ratios.update(rates)
+    report.part("where our step's time goes", 30, lambda: steps.profile_step(workload))
 
 
 def spread(size: Size) -> Size:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 Shape = tuple[int, int, int]  # tokens, layers, hidden
 ALL = slice(None)
-# A few MB of temporary tensors. Smaller parts would be more steps, and between steps threads queue for Python's
-# lock: on 16 cores ten threads took longer than one with 2**17.
+# A few MB of temporary tensors. Smaller parts are more steps, between which threads queue for Python's lock:
+# on 16 cores ten threads took longer than one with 2**17.
 VALUES_AT_ONCE = 2**20
 PAIRS_AT_ONCE = 2**16
 # bf16 goes up to 255 * 2^120, which e4m3 would round to 2^128.
