@@ -23,9 +23,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from infra import processes
-from infra.build_worker import Order, Say, Setup
+from infra.build_worker import Failure, Order, Say, Setup
 from infra.errors import InfrastructureError
-from infra.extraction_rows import BuiltShard
+from infra.extraction_rows import BuiltShard, samples_of
 from infra.processes import GuardedProcess, log_tail
 from infra.staged_states import Staged, StreamTimes
 from infra.state_checks import StateChecks
@@ -34,6 +34,7 @@ from infra.state_checks import StateChecks
 PROGRAM = "from infra.build_worker import main; main()"
 HOME = Path(__file__).resolve().parents[1]
 END_SECONDS = 5.0
+EXIT_KILLED = 137
 
 
 class BuildPool:
@@ -73,7 +74,8 @@ class BuildPool:
     def __enter__(self) -> Self:
         processes.end_stale(self._token)
         try:
-            self._idle = [self._start() for _ in range(self._ahead)]
+            with self._lock:
+                self._idle = [self._start() for _ in range(self._ahead)]
         except BaseException:
             self.close()
             raise
@@ -107,7 +109,7 @@ class BuildPool:
         Effects:
             The stage's checks learn the norms.
         Raises:
-            InfrastructureError: the process has died, or could not write.
+            InfrastructureError: the process has died or could not go on; at which sample is said.
             Exception: what `staged` raises.
         """
         path = self._folder / f"built-{next(self._numbers):06d}.parquet"
@@ -153,6 +155,7 @@ class _Builder:
     def __init__(self, setup: Setup, token: str, log_path: Path) -> None:
         self._log_path = log_path
         self._ready = False
+        self._at = "before its first sample"
         self._process = GuardedProcess.start(
             [sys.executable, "-c", PROGRAM],
             token=token,
@@ -176,16 +179,19 @@ class _Builder:
             self._ready = self._receive() is Say.READY
 
     def build(self, order: Order, staged: Generator[Staged | None]) -> BuiltShard:
+        names = (f"at sample {sample.sample_id}" for sample in samples_of(order.responses))
         self._send(order)
-        while True:
-            said = self._receive()
-            if said is Say.NEXT:
-                self._send(next(staged, None))
-            elif isinstance(said, Exception):
-                raise said
-            else:
-                built: BuiltShard = said
-                return built
+        while (said := self._receive()) is Say.NEXT:
+            answer = next(staged, None)
+            self._at = next(names, "after its last sample")
+            self._send(answer)
+        if isinstance(said, Failure):
+            raise InfrastructureError(
+                f"a process that builds shards failed {self._at}: {said.reason}; see {self._log_path}"
+            )
+        built: BuiltShard = said
+        self._at = "before its first sample"
+        return built
 
     def end(self) -> None:
         self._process.stop()
@@ -206,11 +212,11 @@ class _Builder:
 
     def _ended(self) -> InfrastructureError:
         try:
-            code = f"ended with code {self._process.wait(END_SECONDS)}"
+            code = self._process.wait(END_SECONDS)
+            how = f"ended with code {code}" + (" (killed for want of memory?)" if code == EXIT_KILLED else "")
         except TimeoutError:
-            code = "closed its output"
+            how = "closed its output"
         lines = "".join(f"\n    {line}" for line in log_tail(self._log_path, offset=self._process.log_offset))
         return InfrastructureError(
-            f"a process that builds shards {code}; was it killed for want of memory? The end of "
-            f"{self._log_path}:{lines}"
+            f"a process that builds shards, {self._at}, {how}. The end of {self._log_path}:{lines}"
         )

@@ -4,7 +4,7 @@ Run by `infra.build_pool` in processes of their own, since threads of one proces
 for the kernel's on its memory. They speak pickles over stdin and stdout:
 
     Setup                once, answered by Say.READY
-    Order                begins a shard; ends with its BuiltShard, or with an error
+    Order                begins a shard; ends with its BuiltShard, or with a Failure
     Say.NEXT             asks for the next sample's Staged; None is the end
     logging.LogRecord    for the parent's log, at any time
 """
@@ -17,6 +17,7 @@ import logging.handlers
 import os
 import pickle
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
@@ -25,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 
 from infra.allocator import keep_freed_memory
-from infra.errors import portable
 from infra.extraction_rows import BuiltShard, ExtractResult, ExtractSample, build_shard, samples_of
 from infra.hidden_states import HiddenStatesMeta
 from infra.staged_states import Staged, read_staged
@@ -40,6 +40,10 @@ NICENESS = 10
 class Say(Enum):
     READY = "ready"
     NEXT = "next"
+
+
+class Failure(NamedTuple):
+    reason: str
 
 
 class Setup(NamedTuple):
@@ -94,7 +98,8 @@ def main() -> None:
             try:
                 say(_built(order, StateChecks(setup.checks, setup.meta, head), setup.meta, ask))
             except Exception as error:
-                say(portable(error, "a process that builds shards"))
+                traceback.print_exc()
+                say(Failure(f"{type(error).__name__}: {error}"))
 
 
 def _built(order: Order, checks: StateChecks, meta: HiddenStatesMeta, ask: Callable[[], Any]) -> BuiltShard:

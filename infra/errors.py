@@ -77,14 +77,3 @@ class DamagedShard(PartialError):
 
 class StageFailed(DraftsmithError):
     """A stage ran to its end and its result cannot be accepted (too many failed rows, a broken export)."""
-
-
-def portable(error: Exception, process: str) -> DraftsmithError:
-    """The error as it may cross to another process.
-
-    Args:
-        process: what it was raised in, for the message.
-    """
-    if isinstance(error, DraftsmithError):
-        return error
-    return InfrastructureError(f"{process} failed with {type(error).__name__}: {error}")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from infra.build_pool import BuildPool
+from infra.build_pool import HOME, BuildPool
 from infra.errors import InfrastructureError, ServerError
 from infra.extraction_rows import BuiltShard, build_shard, samples_of
 from infra.hidden_states import HiddenStatesMeta
@@ -28,7 +31,13 @@ from tests.test_state_checks import MODEL, save
 pytestmark = pytest.mark.seconds
 
 META = HiddenStatesMeta((1, 2, 3, 4), 32, "rev", "bf16_split")
-TOKEN = f"test-build-pool-{os.getpid()}"
+
+
+def token_of(pid: int) -> str:
+    return f"test-build-pool-{pid}"
+
+
+TOKEN = token_of(os.getpid())
 TABLE = responses(*(response(name) for name in "abcdefghij"), response("k", "failed", "no ids"), response("nan"))
 
 
@@ -116,7 +125,7 @@ def test_the_same_shard_as_in_a_thread(kit: Kit, tmp_path: Path, caplog: pytest.
     assert content(first) == alone.data
     assert first[1:] == alone[1:]
     assert first.extra["on_policy"]["positions"] >= 9 * 6
-    assert first.status_counts == {"ok": 10, "failed": 3}
+    assert first.status_counts == {"ok": 9, "failed": 3}
     assert said == [caplog.records[-1].getMessage()], "it warns of the failed rows as a thread does"
     known = kit.checks.norms.known()
     assert known is not None
@@ -138,11 +147,14 @@ def test_one_that_is_killed_is_an_error_and_the_next_shard_has_another(kit: Kit,
     def killing() -> Generator[Staged | None]:
         source = kit.staged(tmp_path / "a", closed)
         yield next(source)
+        yield next(source)
         for pid in builders():
             os.kill(pid, signal.SIGKILL)
         yield from source
 
-    with pytest.raises(InfrastructureError, match="ended with code 137; was it killed for want of memory"):
+    with pytest.raises(
+        InfrastructureError, match=r"at sample c, ended with code 137 \(killed for want of memory\?\)"
+    ):
         kit.pool.build(TABLE, killing(), StreamTimes())
     assert closed
     assert list(kit.folder.glob("*.parquet")) == []
@@ -175,8 +187,71 @@ def test_an_engine_that_dies_is_that_error(kit: Kit, tmp_path: Path) -> None:
 
 def test_what_it_cannot_write_is_said(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit.pool, "_folder", tmp_path / "absent")
-    with pytest.raises(InfrastructureError, match="a process that builds shards failed with FileNotFoundError"):
+    with pytest.raises(InfrastructureError, match="failed before its first sample: FileNotFoundError"):
         kit.pool.build(TABLE, kit.staged(tmp_path / "a", []), StreamTimes())
+
+
+def test_want_of_memory_is_that_samples_error(kit: Kit, tmp_path: Path) -> None:
+    def large() -> Generator[Staged | None]:
+        source = kit.staged(tmp_path / "a", [])
+        yield next(source)
+        (pid,) = builders()
+        resource.prlimit(pid, resource.RLIMIT_AS, (virtual_bytes(pid) + 2**20, resource.RLIM_INFINITY))
+        next(source)
+        states = torch.zeros(2**20, 4, 32, dtype=torch.bfloat16)
+        save_file(
+            {"hidden_states": states, "token_ids": torch.tensor(samples_of(TABLE)[1].input_ids)}, tmp_path / "b"
+        )
+        yield Staged(str(tmp_path / "b"), None)
+        raise AssertionError("it went on")
+
+    with pytest.raises(InfrastructureError, match="at sample b"):
+        kit.pool.build(TABLE, large(), StreamTimes())
+    assert builders() == []
+    content(build(kit, tmp_path / "c"))
+
+
+def virtual_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+
+
+def test_one_that_cannot_import_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch is not for this machine')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("infra.build_pool.HOME", tmp_path)
+    (tmp_path / "infra").symlink_to(HOME / "infra")
+    with (
+        Kit(tmp_path, save(MODEL, tmp_path / "verifier")).pool as pool,
+        pytest.raises(InfrastructureError, match=r"(?s)ended with code 1\. .*libtorch is not for this machine"),
+    ):
+        pool.wait_ready()
+
+
+STAGE = """
+import sys, time
+from pathlib import Path
+from tests.test_build_pool import Kit
+kit = Kit(Path(sys.argv[1]), Path(sys.argv[2]))
+with kit.pool as pool:
+    pool.wait_ready()
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_none_outlives_a_killed_stage(tmp_path: Path) -> None:
+    verifier = save(MODEL, tmp_path / "verifier")
+    command = [sys.executable, "-c", STAGE, str(tmp_path), str(verifier)]
+    with subprocess.Popen(command, cwd=HOME, stdout=subprocess.PIPE) as stage:
+        assert stage.stdout is not None
+        assert stage.stdout.readline() == b"ready\n"
+        token = token_of(stage.pid)
+        assert len(living(token)) == 2, "a guard and its builder"
+        stage.kill()
+    deadline = time.monotonic() + 20
+    while living(token) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert living(token) == []
 
 
 def test_nothing_is_built_after_its_end(tmp_path: Path) -> None:

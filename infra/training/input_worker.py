@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from infra.allocator import keep_freed_memory
-from infra.errors import portable
+from infra.errors import DraftsmithError, InfrastructureError
 from infra.training.data import PackJob, encoded_sample, noisy
 from infra.training.pack_ring import PackBuffers, PackRing
 from infra.training.shard_store import ShardFiles, ShardStore
@@ -27,7 +27,6 @@ from infra.training.shard_store import ShardFiles, ShardStore
 # Shards that are fetched or checked at once, ahead of those that decode: a core hashes 0.4 to 2 GB/s.
 CHECKS_AT_ONCE = 4
 PARENT_CHECK_SECONDS = 1.0
-PROCESS = "an input process"  # in errors
 # The trainer launches the GPU's work: where cores are scarce, it goes first.
 NICENESS = 10
 
@@ -46,7 +45,7 @@ def make_packs(tasks: Connection, results: Connection, files: ShardFiles, max_op
             try:
                 results.send((number, fill(ring.slots[slot], store, job)))
             except Exception as error:
-                results.send((number, portable(error, PROCESS)))
+                results.send((number, portable(error)))
 
 
 def prepare_shards(tasks: Connection, results: Connection, files: ShardFiles) -> None:
@@ -59,7 +58,7 @@ def prepare_shards(tasks: Connection, results: Connection, files: ShardFiles) ->
             files.prepare(shard)
         except Exception as error:
             with lock, contextlib.suppress(BrokenPipeError):
-                results.send((shard, portable(error, PROCESS)))
+                results.send((shard, portable(error)))
 
     with ThreadPoolExecutor(CHECKS_AT_ONCE) as pool, contextlib.suppress(EOFError):
         while True:
@@ -78,6 +77,13 @@ def fill(slot: PackBuffers, store: ShardStore, job: PackJob) -> tuple[int, ...]:
     if changed is not batch:
         batch.hidden_states.copy_(changed.hidden_states)
     return batch.lengths
+
+
+def portable(error: Exception) -> DraftsmithError:
+    """The error as it may cross to another process."""
+    if isinstance(error, DraftsmithError):
+        return error
+    return InfrastructureError(f"an input process failed with {type(error).__name__}: {error}")
 
 
 def _begin() -> None:
