@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from infra.errors import StageFailed
@@ -27,6 +28,8 @@ EXTRACT_SECONDS, ENCODE_SECONDS = "extract_seconds", "encode_seconds"
 FEWEST_SHARDS = 2
 # Shards that tell how many an engine needs: the first ones of a run are slower.
 RECENT_SHARDS = 8
+# What a process that builds shards was seen to take: by itself, and so many times the longest sample's bf16 states.
+BUILDER_BYTES, BUILDER_STATES = 256 * 2**20, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +82,18 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def free_memory_bytes() -> int:
+    """Of this machine, that can be taken without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
 def shards_at_a_time(config: ExtractConfig, records: Sequence[ShardRecord], limit_bytes: int) -> int:
     """How many shards an engine is to have at a time: what the config says, or as many as keep it busy.
 
     While it computes one, the others are built. So those are as many as it could compute while one is built, by the
-    latest records; no more than its share of the cores, or than the staging's bound holds of the shards' files, but
-    always two.
+    latest records; no more than its share of the cores, than the staging's bound holds of the shards' files, or
+    than would fit a second time into the memory that is free, but always two.
 
     Args:
         records: in the order they were made.
@@ -98,8 +107,16 @@ def shards_at_a_time(config: ExtractConfig, records: Sequence[ShardRecord], limi
     extract_seconds: float = sum(record.extra[EXTRACT_SECONDS] for record in told)
     encode_seconds: float = sum(record.extra[ENCODE_SECONDS] for record in told)
     wanted = 1 + math.ceil(encode_seconds / extract_seconds)
-    files = limit_bytes * len(told) // max(1, sum(record.size_bytes for record in told)) // config.engines
-    return max(FEWEST_SHARDS, min(wanted, num_cores() // config.engines, files))
+    file_bytes = sum(record.size_bytes for record in told) // len(told)
+    most = min(num_cores(), limit_bytes // max(1, file_bytes), free_memory_bytes() // _builder_bytes(told))
+    return max(FEWEST_SHARDS, min(wanted, most // config.engines))
+
+
+def _builder_bytes(records: Sequence[ShardRecord]) -> int:
+    raw_bytes = sum(record.extra["state_bytes"]["raw"] for record in records)
+    token_bytes = raw_bytes // max(1, sum(record.extra["num_tokens"] for record in records))
+    longest_tokens: int = max(record.extra.get("longest_tokens", 0) for record in records)
+    return BUILDER_BYTES + BUILDER_STATES * longest_tokens * token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,8 +38,8 @@ class ExtractConfig(Config):
     shards_per_engine: int | None = Field(default=None, ge=1)
     """Shards that one engine has at a time: while it computes one, the others are checked, encoded and written,
     each by a process of its own into a file in the staging folder. By default two, and where an engine outruns
-    that, as a small verifier on a GPU does, as many as keep it busy: up to its share of the cores, and to as many
-    as `staging_gib` holds."""
+    that, as a small verifier on a GPU does, as many as keep it busy: up to its share of the cores and of the
+    free memory, and to as many as `staging_gib` holds."""
     timeout_seconds: float = Field(default=3600.0, gt=0.0)
     """How long one request may take before the engine counts as hung and is ended."""
     staging_folder: str | None = None
