@@ -3,8 +3,9 @@
     .venv/bin/python benchmarks/extraction.py [--peer speculators vllm] [--samples N] [--rounds N] [--eager]
 
 The same conversations (questions strung together, 64 to 448 tokens) in interleaved rounds whose order turns; the
-encoding of ours changes from round to round. Ours is what the stage does: `ExtractionEngine`, two shards at a time
-checked and encoded as Parquet, and committed to a folder (more with `--threads`). Each peer has its own rounds:
+encoding of ours changes from round to round. Ours is what the stage does: `ExtractionEngine`, as many shards at a
+time as `extract.shards_per_engine` or the stage itself says, checked and encoded as Parquet in processes of their
+own, and committed to a folder. Each peer has its own rounds:
 
 - `speculators`: `speculators generate-offline-data` with its defaults (32 requests in flight, raw states, a file a
   sample, no checks) against a vLLM server with our connector, since vLLM's own writes empty files on CPU.
@@ -13,7 +14,7 @@ checked and encoded as Parquet, and committed to a folder (more with `--threads`
 Both sides have their engine loaded from the start and have made a first pass that is not measured; with `--eager`
 neither is compiled. Each is measured from its first request to its last file: loading, imports and start-up are in
 none. A ratio is the median of the rounds' ratios. Of each pass of ours is said how busy its engine was, what its
-threads waited for, and how many cores this process used (the engine's are not among them).
+shards' time went into, and how many cores the builders and this process used (the engine's are not among them).
 
 The on-policy check is made, with margins so wide that text which is not the verifier's own passes and leaves no
 doubt, as most of its own does. Bytes are those of the files. Decoding is of one core, of the first shard's file in
@@ -34,7 +35,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,10 +44,13 @@ from extraction_peers import HOME, PEERS, Bench, Measure, Pass, tokens_in
 from transformers import AutoTokenizer
 
 from infra import manifest
-from infra.extraction import ExtractConfig, ExtractionEngine, StreamTimes, build_shard, samples_of
+from infra.build_pool import BuildPool
+from infra.extraction import ExtractConfig, ExtractionEngine, StreamTimes, samples_of
+from infra.extraction_budget import ENCODE_SECONDS, EXTRACT_SECONDS, num_cores, shards_at_a_time
+from infra.extraction_pool import EnginePool, ShardQueue
 from infra.hidden_states import ENCODINGS, decode
-from infra.manifest import Shard, StageRef
-from infra.processes import process_token
+from infra.manifest import Shard, ShardRecord, StageRef
+from infra.processes import living, process_token
 from infra.schemas import RESPONSES, STATUS_OK
 from infra.state_checks import ChecksConfig, StateChecks, open_head
 from infra.verifier import Verifier, VerifierConfig, materialize
@@ -66,7 +69,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=len(ENCODINGS))
     parser.add_argument("--shard-size", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=2, help="as extract.shards_per_engine")
+    parser.add_argument("--builders", type=int, help="as extract.shards_per_engine")
     parser.add_argument("--staging-mib", type=float, default=128.0, help="bound of our staging folder")
     parser.add_argument("--model", default=VerifierConfig().model, help="as verifier.model")
     parser.add_argument("--python", help="as vllm.python")
@@ -86,27 +89,26 @@ async def run(options: argparse.Namespace) -> None:
         shards = await asyncio.to_thread(make_shards, verifier, options.samples, options.shard_size)
         bench = Bench(Path(name), verifier, vllm_config(options.python, options.eager), shards, options.keep)
         print(
-            f"{len(bench.input_ids)} conversations, {bench.num_tokens} tokens, {options.threads} threads, engines "
-            f"{'not ' if options.eager else ''}compiled, load {os.getloadavg()[0]:.1f}",
+            f"{len(bench.input_ids)} conversations, {bench.num_tokens} tokens, "
+            f"{options.builders or 'as many as needed'} shards at a time, "
+            f"engines {'not ' if options.eager else ''}compiled, load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
         failed = False
-        async with our_engine(bench, options.staging_mib) as engine:
+        async with loaded(bench, options) as ours:
             for peer in options.peer:
                 made: list[Round] = []
                 try:
                     async with asyncio.timeout(options.peer_seconds), PEERS[peer](bench) as measure:
-                        await rounds(bench, engine, peer, measure, options, made)
+                        await rounds(bench, ours, peer, measure, options.rounds, made)
                 except Exception:  # the other peer may do better
                     traceback.print_exc()
                     failed = True
                 if made:
-                    report(bench, engine, peer, made)
+                    report(bench, ours.engine, peer, made)
             for number in range(options.linger):
                 print(f"lingering, pass {number + 1}", flush=True)
-                await asyncio.to_thread(
-                    our_pass, bench, engine, any_checks(bench, engine), "bf16_split", options.threads
-                )
+                await ours.measure("bf16_split")
     if failed:
         raise SystemExit(1)
 
@@ -150,93 +152,147 @@ class Round(NamedTuple):
 
 async def rounds(
     bench: Bench,
-    engine: ExtractionEngine,
+    ours: Ours,
     peer: str,
     measure: Measure,
-    options: argparse.Namespace,
+    count: int,
     made: list[Round],
 ) -> None:
     """Adds to `made` round by round."""
-    checks = any_checks(bench, engine)
-
-    async def ours(encoding: str) -> Pass:
-        return await asyncio.to_thread(our_pass, bench, engine, checks, encoding, options.threads)
-
     # The first passes meet batches of sizes that no engine has seen yet.
-    await ours(next(iter(ENCODINGS)))
+    await ours.measure(next(iter(ENCODINGS)))
     await measure()
-    for turn in range(options.rounds):
+    for turn in range(count):
         encoding = list(ENCODINGS)[turn % len(ENCODINGS)]
         passes: dict[str, Pass] = {}
         for side in ("ours", "theirs")[:: -1 if turn % 2 else 1]:
             await asyncio.sleep(2.0)  # until the other engine's threads have stopped spinning
-            passes[side] = await (ours(encoding) if side == "ours" else measure())
+            passes[side] = await (ours.measure(encoding) if side == "ours" else measure())
         made.append(Round(encoding, **passes))
         mine_rate, their_rate = (bench.num_tokens / found.seconds for found in made[-1][1:])
         print(f"round {turn + 1}: {encoding} {mine_rate:.0f}, {peer} {their_rate:.0f} tokens/s", flush=True)
 
 
-@contextlib.asynccontextmanager
-async def our_engine(bench: Bench, staging_mib: float) -> AsyncIterator[ExtractionEngine]:
-    """Our engine, loaded."""
-    engine = ExtractionEngine(
-        ExtractConfig(staging_gib=staging_mib / 1024),
-        bench.vllm,
-        bench.verifier,
-        log_path=bench.folder / "engine.log",
-        token=process_token("benchmark", str(bench.folder), "ours"),
-    )
-    try:
-        yield await asyncio.to_thread(engine.__enter__)
-    finally:
-        await asyncio.to_thread(engine.stop)
+class Ours:
+    """The stage's own work: one engine, and processes that build the shards of each encoding, idle while another is
+    measured."""
 
+    def __init__(self, bench: Bench, config: ExtractConfig, engine: ExtractionEngine) -> None:
+        self.engine = engine
+        self._bench = bench
+        self._config = config
+        self._records: list[ShardRecord] = []  # by which the stage decides how many shards the engine has at a time
+        self._pools: dict[str, BuildPool] = {}
 
-def any_checks(bench: Bench, engine: ExtractionEngine) -> StateChecks:
-    return StateChecks(ANY_TEXT, engine.meta, open_head(ANY_TEXT, bench.verifier))
-
-
-def our_pass(bench: Bench, engine: ExtractionEngine, checks: StateChecks, encoding: str, threads: int) -> Pass:
-    """The stage's own work, into a folder that is left for one encoding at a time."""
-    root = bench.folder / encoding
-    shutil.rmtree(root, ignore_errors=True)
-    stage = StageRef(str(root), "hidden_states", {"encoding": encoding})
-    meta = dataclasses.replace(engine.meta, encoding=encoding)
-    spent: list[tuple[StreamTimes, float, float]] = []  # of each shard; and its seconds in all, and committing
-
-    def extract(numbered: tuple[int, pa.Table]) -> int:
-        number, responses = numbered
-        shard = Shard(f"{number:05d}")
-        times, started = StreamTimes(), time.perf_counter()
-        built = build_shard(responses, engine.stream(shard.shard, samples_of(responses), times), meta, checks)
-        encoded = time.perf_counter()
-        assert built.status_counts == {STATUS_OK: len(responses)}, built.status_counts
-        counts = built.status_counts
-        record = manifest.commit_shard(
-            stage, shard, built.data, rows=built.rows, status_counts=counts, inputs={}, extra=built.extra
+    def start_builders(self, encoding: str) -> BuildPool:
+        """To be entered before the engine is, and loaded beside it."""
+        meta = dataclasses.replace(self.engine.meta, encoding=encoding)
+        self._pools[encoding] = BuildPool(
+            StateChecks(ANY_TEXT, meta, open_head(ANY_TEXT, self._bench.verifier)),
+            self._bench.verifier.path,
+            self.engine.staging.folder,
+            token=builders_token(self._bench),
+            log_path=self._bench.folder / "builders.log",
+            ahead=self._config.shards_per_engine or num_cores(),
         )
-        ended = time.perf_counter()
-        spent.append((times, ended - started, ended - encoded))
-        return record.size_bytes
+        return self._pools[encoding]
 
-    began, cpu = time.perf_counter(), time.process_time()
-    with ThreadPoolExecutor(threads) as pool:
-        size_bytes = sum(pool.map(extract, enumerate(bench.shards)))
-    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    engine_seconds = sum(times.engine_seconds for times, *_ in spent)
-    waited = sum(times.waited_seconds for times, *_ in spent)
-    whole, committing = sum(of[1] for of in spent), sum(of[2] for of in spent)
+    def wait_ready(self) -> None:
+        for pool in self._pools.values():
+            pool.wait_ready()
 
-    def share(of_threads: float) -> str:
-        return f"{of_threads / threads / seconds:.0%}"
+    async def measure(self, encoding: str) -> Pass:
+        """One pass, into a folder that is left for one encoding at a time."""
+        root = self._bench.folder / encoding
+        shutil.rmtree(root, ignore_errors=True)
+        stage = StageRef(str(root), "hidden_states", {"encoding": encoding})
+        spent: list[tuple[StreamTimes, float, float]] = []  # of each shard; and its seconds in all, and committing
+        size_bytes = 0
 
-    print(
-        f"  {time.strftime('%H:%M:%S')} {encoding}: {seconds:.2f} s, engine busy {engine_seconds / seconds:.0%}; "
-        f"{threads} threads: {share(waited)} waiting for engine or staging, {share(whole - waited - committing)} "
-        f"checking and encoding, {share(committing)} committing; {cpu / seconds:.1f} cores",
-        flush=True,
-    )
-    return Pass(seconds, size_bytes)
+        def extract(shard: Shard) -> ShardRecord:
+            responses = self._bench.shards[int(shard.shard)]
+            times, started = StreamTimes(), time.perf_counter()
+            staged = self.engine.staged(shard.shard, samples_of(responses), times)
+            built = self._pools[encoding].build(responses, staged, times)
+            encoded = time.perf_counter()
+            assert built.status_counts == {STATUS_OK: len(responses)}, built.status_counts
+            counts, seconds = built.status_counts, encoded - started - times.waited_seconds
+            extra = {**built.extra, EXTRACT_SECONDS: times.engine_seconds, ENCODE_SECONDS: seconds}
+            record = manifest.commit_shard(
+                stage, shard, built.data, rows=built.rows, status_counts=counts, inputs={}, extra=extra
+            )
+            assert isinstance(built.data, Path)
+            built.data.unlink()
+            ended = time.perf_counter()
+            spent.append((times, ended - started, ended - encoded))
+            return record
+
+        async def make(_: object, shard: Shard) -> None:
+            nonlocal size_bytes
+            record = await asyncio.to_thread(extract, shard)
+            self._records.append(record)
+            size_bytes += record.size_bytes
+
+        queue = ShardQueue([Shard(f"{number:05d}") for number in range(len(self._bench.shards))])
+        pool = EnginePool([lambda: contextlib.nullcontext(self.engine)], make, queue, self._at_a_time)
+        began, cpu = time.perf_counter(), cpu_seconds(builders_token(self._bench))
+        await pool.make_all()
+        seconds, cpu = time.perf_counter() - began, cpu_seconds(builders_token(self._bench)) - cpu
+        engine_seconds = sum(times.engine_seconds for times, *_ in spent)
+        waited = sum(times.waited_seconds for times, *_ in spent)
+        whole, committing = sum(of[1] for of in spent), sum(of[2] for of in spent)
+        print(
+            f"  {time.strftime('%H:%M:%S')} {encoding}: {seconds:.2f} s, engine busy "
+            f"{engine_seconds / seconds:.0%}, {whole / seconds:.1f} shards at a time ({self._at_a_time()} in the "
+            f"end): {waited / whole:.0%} waiting for engine or staging, "
+            f"{(whole - waited - committing) / whole:.0%} checking and encoding, "
+            f"{committing / whole:.0%} committing; {cpu / seconds:.1f} cores",
+            flush=True,
+        )
+        return Pass(seconds, size_bytes)
+
+    def _at_a_time(self) -> int:
+        return shards_at_a_time(self._config, self._records, self.engine.staging.limit_bytes)
+
+
+@contextlib.asynccontextmanager
+async def loaded(bench: Bench, options: argparse.Namespace) -> AsyncIterator[Ours]:
+    """Ours, ready."""
+    config = ExtractConfig(staging_gib=options.staging_mib / 1024, shards_per_engine=options.builders)
+    with contextlib.ExitStack() as stack:
+        staging = config.staging(process_token("benchmark", str(bench.folder)))
+        staging.open()
+        stack.callback(staging.close)
+        engine = ExtractionEngine(
+            config,
+            bench.vllm,
+            bench.verifier,
+            log_path=bench.folder / "engine.log",
+            token=process_token("benchmark", str(bench.folder), "ours"),
+            staging=staging,
+        )
+        ours = Ours(bench, config, engine)
+        for encoding in ENCODINGS:
+            stack.enter_context(ours.start_builders(encoding))
+        try:
+            await asyncio.to_thread(engine.__enter__)
+            await asyncio.to_thread(ours.wait_ready)
+            yield ours
+        finally:
+            await asyncio.to_thread(engine.stop)
+
+
+def builders_token(bench: Bench) -> str:
+    return process_token("benchmark", str(bench.folder), "builders")
+
+
+def cpu_seconds(token: str) -> float:
+    """Of this process and those of `token`."""
+    ticks = 0
+    for pid in living(token):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def report(bench: Bench, engine: ExtractionEngine, peer: str, made: list[Round]) -> None:

@@ -14,16 +14,27 @@ from flows.config import PipelineConfig
 from flows.interchange import make_imported_states
 from flows.stage import Stages, StageWork, Summary, inspect, own_inputs, run_stage
 from infra import manifest, storage
+from infra.build_pool import BuildPool
 from infra.extraction import ExtractionEngine, engine_configs
-from infra.extraction_budget import Budget, Measured, raw_bytes_per_token, readable, room_said, stage_totals
+from infra.extraction_budget import (
+    FEWEST_SHARDS,
+    Budget,
+    Measured,
+    raw_bytes_per_token,
+    readable,
+    room_said,
+    shards_at_a_time,
+    stage_totals,
+)
 from infra.extraction_config import resolve_layer_ids, states_meta
 from infra.extraction_pool import EnginePool, ShardQueue
 from infra.manifest import Shard, ShardRecord
 from infra.schemas import STATUS_FAILED
+from infra.staging import Staging
 from infra.state_checks import StateChecks, open_head
 from infra.state_verdict import refuse_bad_states
 from infra.verifier import Verifier, resolve_shape
-from tasks.extract import extract_shard, extracting, staging_of
+from tasks.extract import building, extract_shard, extracting, staging_of
 from tasks.progress import StageProgress
 from tasks.verifier import materialize_verifier
 
@@ -60,8 +71,10 @@ async def extract_missing(work: StageWork) -> int:
     making = await asyncio.to_thread(Making, work, verifier, await work.inputs())
     # What a shard takes is measured once, before the others are begun; an earlier run may have done so.
     queue = ShardQueue(state.missing, first_alone=not making.budget_said)
+    ahead = min(len(state.missing), (config.extract.shards_per_engine or FEWEST_SHARDS) * config.extract.engines)
     async with (
         staging_of(stage, config.extract) as staging,
+        building(stage, staging, making.checks, verifier, ahead) as making.builders,
         StageProgress("hidden_states", len(state.plan), len(state.records)) as making.progress,
     ):
         trusted = config.verifier.trust_remote_code
@@ -69,7 +82,7 @@ async def extract_missing(work: StageWork) -> int:
             partial(extracting, stage, number, config.extract, vllm, verifier, staging, trust_remote_code=trusted)
             for number, vllm in enumerate(engine_configs(config.extract, config.vllm))
         ]
-        await EnginePool(launches, making.shard, queue, config.extract.shards_per_engine).make_all()
+        await EnginePool(launches, making.shard, queue, partial(making.shards_per_engine, staging)).make_all()
     return staging.peak_bytes
 
 
@@ -83,6 +96,7 @@ class Making:
 
     def __init__(self, work: StageWork, verifier: Verifier, inputs: Mapping[str, ShardRecord]) -> None:
         self.progress: StageProgress
+        self.builders: BuildPool
         self.budget_said = False
         self._config, self._stage, self._plan = work.config.extract, work.stage, work.state.plan
         self._inputs = inputs
@@ -90,8 +104,8 @@ class Making:
         self._records = dict(work.state.records)
         self._num_failed = sum(map(num_failed, self._records.values()))
         meta = states_meta(self._config, verifier)
-        self._checks = StateChecks(self._config.checks, meta, open_head(self._config.checks, verifier))
-        self._checks.learn(record.extra for record in self._records.values())
+        self.checks = StateChecks(self._config.checks, meta, open_head(self._config.checks, verifier))
+        self.checks.learn(record.extra for record in self._records.values())
         self._refuse_failing()
         self._say_budget()
         if not self.budget_said:
@@ -105,13 +119,17 @@ class Making:
             StageFailed: the root cannot hold the others, or too many rows have failed already.
         """
         inputs = own_inputs(shard, self._inputs)
-        record = await extract_shard(self._stage, shard, inputs, engine, self._checks)
+        record = await extract_shard(self._stage, shard, inputs, engine, self.builders)
         self._records[shard.shard] = record
         self._num_failed += num_failed(record)
         self.progress.advance()
         self._refuse_failing()
         if not self.budget_said:
             self._say_budget()
+
+    def shards_per_engine(self, staging: Staging) -> int:
+        """How many an engine is to have at a time."""
+        return shards_at_a_time(self._config, list(self._records.values()), staging.limit_bytes)
 
     def _refuse_failing(self) -> None:
         """Raise StageFailed as soon as more rows have failed than may of the whole stage."""

@@ -3,10 +3,11 @@
     with ExtractionEngine(config, vllm, verifier, log_path=..., token=...) as engine:
         for shard, responses in ...:
             results = engine.stream(shard, samples_of(responses))
-            data, rows, status_counts = build_shard(responses, results, engine.meta)
+            data, rows, status_counts, extra = build_shard(responses, results, engine.meta, checks)
 
 The engine loads the verifier once and serves many shards. Its states come through files in a staging folder that
 this process owns (`infra.staging`): each is mapped, checked and deleted, and what lies there at once is bounded.
+Who reads them in other processes (`infra.build_pool`) takes `engine.staged` instead.
 """
 
 from __future__ import annotations
@@ -14,28 +15,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import shutil
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from infra.errors import InfrastructureError, InputError, ServerError
 from infra.extract_process import ExtractProcess
 from infra.extraction_config import ExtractConfig, engine_configs, resolve_layer_ids, states_meta
 from infra.extraction_rows import BuiltShard, ExtractResult, ExtractSample, build_shard, samples_of
+from infra.staged_states import Staged, StreamTimes, read_staged
 from infra.staging import Staging
-from infra.state_checks import states_problem
 from infra.verifier import Verifier
 from infra.vllm_config import VllmConfig
 
@@ -45,6 +40,7 @@ __all__ = [
     "ExtractResult",
     "ExtractSample",
     "ExtractionEngine",
+    "StreamTimes",
     "build_shard",
     "engine_configs",
     "resolve_layer_ids",
@@ -61,27 +57,6 @@ MAX_REQUEST_TOKENS = 65_536
 FILE_BYTES, ID_BYTES = 1024, 8
 
 logger = logging.getLogger("draftsmith.extraction")
-
-
-@dataclass
-class StreamTimes:
-    """What one stream has taken.
-
-    Attributes:
-        engine_seconds: that the engine has worked for it.
-        waited_seconds: that its reader has waited, for the engine or for room in the staging.
-    """
-
-    engine_seconds: float = 0.0
-    waited_seconds: float = 0.0
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.waited_seconds += time.monotonic() - started
 
 
 class ExtractionEngine:
@@ -173,11 +148,23 @@ class ExtractionEngine:
     def stream(
         self, shard: str, samples: Sequence[ExtractSample], times: StreamTimes | None = None
     ) -> Iterator[ExtractResult]:
-        """Extract the samples' states and check them; one result each, in their order. Blocks between them.
+        """`staged`, read and checked here: a sample that cannot be extracted, or whose states fail a check, is a
+        result with an error. Same errors."""
+        # Of the thread that checks and encodes: there is one for each shard, and each with a team of its own would
+        # have them spin against each other, and against an engine that computes on these cores.
+        torch.set_num_threads(1)
+        with contextlib.closing(self.staged(shard, samples, times)) as answers:
+            for sample, staged in zip(samples, answers, strict=True):
+                yield read_staged(sample, staged, self.meta)
 
-        A sample that cannot be extracted, or whose states fail a check, is a result with an error. Several threads
-        may each have a stream: while one encodes its shard, the engine works for the other. Whoever reads a stream
-        drops each result when it takes the next: by then its room in the staging is given to others.
+    def staged(
+        self, shard: str, samples: Sequence[ExtractSample], times: StreamTimes | None = None
+    ) -> Generator[Staged]:
+        """Extract the samples' states; one answer each, in their order. Blocks between them.
+
+        Several threads may each have such a stream: while one's shard is encoded, the engine works for the others.
+        Whoever reads it has read and deleted a file, and drops its states, when it takes the next: by then their
+        room in the staging is given to others.
 
         Args:
             times: added to as the stream goes on.
@@ -186,9 +173,6 @@ class ExtractionEngine:
             InputError: a sample has more states than the staging may ever hold.
             InfrastructureError: the staging disk has no room for the states.
         """
-        # Of the thread that checks and encodes: there is one for each shard, and each with a team of its own would
-        # have them spin against each other, and against an engine that computes on these cores.
-        torch.set_num_threads(1)
         waiting = deque(self._requests(samples))
         sent: deque[tuple[int, list[ExtractSample]]] = deque()
         held: deque[int] = deque()  # bytes of the results that the reader may still have: files gone, pages mapped
@@ -210,11 +194,10 @@ class ExtractionEngine:
                 num_tokens += reply["num_tokens"]
                 times.engine_seconds += reply["seconds"]
                 for sample, answer in zip(batch, reply["samples"], strict=True):
-                    result = self._result(sample, answer)
-                    num_failed += result.error is not None
                     held.append(self._hold(number, sample))
-                    yield result
-                    del result
+                    error = answer.get("error")
+                    num_failed += error is not None
+                    yield Staged(None if error else answer["path"], error)
                     while len(held) > 1:
                         self.staging.give_back(held.popleft())
                 sent.popleft()
@@ -316,29 +299,6 @@ class ExtractionEngine:
                 return 0  # stopped meanwhile, and all given back
             self._staged_bytes[number] -= self._file_bytes(sample)
         return self._file_bytes(sample)
-
-    def _result(self, sample: ExtractSample, answer: dict[str, str]) -> ExtractResult:
-        """Map and check one sample's file. Effects: deletes the file."""
-        states = None
-        if error := answer.get("error"):
-            error = f"vllm: {error}"
-        else:
-            path = answer["path"]
-            try:
-                error, states = self._checked(sample, load_file(path))
-                os.unlink(path)  # its pages stay mapped for as long as the states are held
-            except (OSError, SafetensorError, KeyError) as problem:
-                error = f"vllm: the staged file cannot be read: {problem!r}"
-        return ExtractResult(sample.sample_id, error, None if error else states)
-
-    def _checked(self, sample: ExtractSample, staged: dict[str, Tensor]) -> tuple[str | None, Tensor]:
-        states = staged["hidden_states"]  # [tokens, layers, hidden]
-        ids = staged["token_ids"].tolist()
-        if ids != list(sample.input_ids):
-            return f"ids: vLLM saw {len(ids)} that are not the {len(sample.input_ids)} of the response", states
-        if states.ndim != 3 or states.shape[2] != self.meta.hidden_size:
-            return f"length: states of shape {list(states.shape)}, not {self.meta.hidden_size} wide", states
-        return states_problem(states, sample.input_ids, self.meta.layer_ids), states
 
     def _request_folder(self, number: int) -> Path:
         return self._folder / f"{number:06d}"

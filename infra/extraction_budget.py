@@ -6,9 +6,11 @@ its responses as the shards that are made.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from infra.errors import StageFailed
@@ -22,6 +24,12 @@ BF16_BYTES = 2
 EXPECTED_RATIO = {"bf16": 1.0, "bf16_split": 0.70, "fp8_e4m3": 0.51}
 # What `extract_shard` measures, beside what `build_shard` puts into the record.
 EXTRACT_SECONDS, ENCODE_SECONDS = "extract_seconds", "encode_seconds"
+# Shards that an engine has at a time at least: one that it computes, one that is built meanwhile.
+FEWEST_SHARDS = 2
+# Shards that tell how many an engine needs: the first ones of a run are slower.
+RECENT_SHARDS = 8
+# What a process that builds shards was seen to take: by itself, and so many times the longest sample's bf16 states.
+BUILDER_BYTES, BUILDER_STATES = 256 * 2**20, 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +41,7 @@ class Measured:
         raw_bytes: their states in bf16.
         stored_bytes: the files.
         extract_seconds: that an engine has worked for them.
-        encode_seconds: for checking and encoding, by one thread.
+        encode_seconds: for checking and encoding, by one process.
     """
 
     num_tokens: int
@@ -62,11 +70,53 @@ class Measured:
             encode_seconds=sum(record.extra[ENCODE_SECONDS] for record in told),
         )
 
-    def tokens_per_second(self, num_engines: int, shards_per_engine: int) -> float:
-        """Of that many engines, or of the threads that encode for them where those are slower."""
-        threads = min(num_engines * shards_per_engine, os.cpu_count() or 1)
-        seconds = max(self.extract_seconds / num_engines, self.encode_seconds / threads)
+    def tokens_per_second(self, num_engines: int, num_builders: int) -> float:
+        """Of that many engines, or of the processes that encode for them where those are slower."""
+        builders = min(num_builders, num_cores())
+        seconds = max(self.extract_seconds / num_engines, self.encode_seconds / builders)
         return self.num_tokens / max(seconds, 1e-9)
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def free_memory_bytes() -> int:
+    """Of this machine, that can be taken without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def shards_at_a_time(config: ExtractConfig, records: Sequence[ShardRecord], limit_bytes: int) -> int:
+    """How many shards an engine is to have at a time: what the config says, or as many as keep it busy.
+
+    While it computes one, the others are built. So those are as many as it could compute while one is built, by the
+    latest records; no more than its share of the cores, than the staging's bound holds of the shards' files, or
+    than would fit a second time into the memory that is free, but always two.
+
+    Args:
+        records: in the order they were made.
+        limit_bytes: bound of the staging.
+    """
+    if config.shards_per_engine is not None:
+        return config.shards_per_engine
+    told = [record for record in records if record.extra.get(EXTRACT_SECONDS)][-RECENT_SHARDS:]
+    if not told:
+        return FEWEST_SHARDS
+    extract_seconds: float = sum(record.extra[EXTRACT_SECONDS] for record in told)
+    encode_seconds: float = sum(record.extra[ENCODE_SECONDS] for record in told)
+    wanted = 1 + math.ceil(encode_seconds / extract_seconds)
+    file_bytes = sum(record.size_bytes for record in told) // len(told)
+    most = min(num_cores(), limit_bytes // max(1, file_bytes), free_memory_bytes() // _builder_bytes(told))
+    return max(FEWEST_SHARDS, min(wanted, most // config.engines))
+
+
+def _builder_bytes(records: Sequence[ShardRecord]) -> int:
+    raw_bytes = sum(record.extra["state_bytes"]["raw"] for record in records)
+    token_bytes = raw_bytes // max(1, sum(record.extra["num_tokens"] for record in records))
+    longest_tokens: int = max(record.extra.get("longest_tokens", 0) for record in records)
+    return BUILDER_BYTES + BUILDER_STATES * longest_tokens * token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +141,14 @@ class Budget:
     ) -> Budget:
         """The budget for the shards of responses that are left."""
         left_bytes = sum(record.size_bytes for record in left)
+        num_builders = config.engines * (config.shards_per_engine or num_cores())
         return cls(
             encoding=config.encoding,
             num_engines=config.engines,
             tokens_done=measured.num_tokens,
             tokens_left=round(measured.num_tokens * left_bytes / max(measured.input_bytes, 1)),
             bytes_per_token=measured.stored_bytes / measured.num_tokens,
-            tokens_per_second=measured.tokens_per_second(config.engines, config.shards_per_engine),
+            tokens_per_second=measured.tokens_per_second(config.engines, num_builders),
             room_bytes=room_bytes,
         )
 

@@ -35,15 +35,16 @@ class ExtractConfig(Config):
     gpu_sets: GpuSets | None = None
     """GPUs of each engine, by number or UUID. By default several engines share out the visible GPUs in order, each
     as many as its parallel sizes (tensor x pipeline) need."""
-    shards_per_engine: int = Field(default=2, ge=1)
+    shards_per_engine: int | None = Field(default=None, ge=1)
     """Shards that one engine has at a time: while it computes one, the others are checked, encoded and written,
-    each by a thread and whole in memory. More pay where an engine outruns two threads,
-    as a small verifier on a GPU does."""
+    each by a process of its own into a file in the staging folder. By default two, and where an engine outruns
+    that, as a small verifier on a GPU does, as many as keep it busy: up to its share of the cores and of the
+    free memory, and to as many as `staging_gib` holds."""
     timeout_seconds: float = Field(default=3600.0, gt=0.0)
     """How long one request may take before the engine counts as hung and is ended."""
     staging_folder: str | None = None
     """Folder for states on their way, on a local disk or in memory (/dev/shm); by default the system's temporary
-    folder."""
+    folder. Beside what `staging_gib` bounds it holds one encoded shard for each that is in work."""
     staging_gib: float | None = Field(default=None, gt=0.0)
     """GiB that may lie there at once, of all engines together; the engines wait while it is full. By default 8, or
     half of what is free there if that is less. One sample must fit."""

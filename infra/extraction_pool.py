@@ -95,11 +95,15 @@ class EnginePool(Generic[E]):
     Args:
         launches: one for each engine; its number, from 0, stays through all its lives.
         make: what is done with a shard.
-        shards_per_engine: that one engine has at a time.
+        shards_per_engine: how many one engine is to have at a time, asked anew whenever one is made.
     """
 
     def __init__(
-        self, launches: Iterable[Launch[E]], make: Make[E], queue: ShardQueue, shards_per_engine: int = 2
+        self,
+        launches: Iterable[Launch[E]],
+        make: Make[E],
+        queue: ShardQueue,
+        shards_per_engine: Callable[[], int] = lambda: 2,
     ) -> None:
         self._launches = list(launches)
         self._make = make
@@ -158,7 +162,7 @@ class EnginePool(Generic[E]):
         num_made, lost = 0, None
         try:
             while running or lost is None:
-                while lost is None and len(running) < self._shards_per_engine and (shard := self._queue.take()):
+                while lost is None and len(running) < self._shards_per_engine() and (shard := self._queue.take()):
                     running[asyncio.create_task(_call(self._make, engine, shard))] = shard
                 for task in await self._next_done(running):
                     shard, error = running.pop(task), task.exception()

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from infra.hidden_states import (
     fail_rows,
     payload_problem,
     state_bytes,
+    write,
 )
 from infra.schemas import STATUS_FAILED
 from infra.state_checks import ShardChecks, StateChecks
@@ -52,11 +54,12 @@ class BuiltShard(NamedTuple):
     """A shard ready to be committed.
 
     Args:
+        data: its bytes, or the local file it was built into.
         extra: for its record: `num_tokens`, `num_loss_tokens` and `longest_tokens` of the rows with states,
             `failed_checks`, `layer_norms`, `on_policy`, `state_bytes`, `encoding_error`.
     """
 
-    data: bytes
+    data: bytes | Path
     rows: int
     status_counts: dict[str, int]
     extra: dict[str, Any]
@@ -69,24 +72,36 @@ def samples_of(responses: Any) -> list[ExtractSample]:
 
 
 def build_shard(
-    responses: Any, results: Iterable[ExtractResult], meta: HiddenStatesMeta, checks: StateChecks
+    responses: Any,
+    results: Iterable[ExtractResult],
+    meta: HiddenStatesMeta,
+    checks: StateChecks,
+    path: Path | None = None,
 ) -> BuiltShard:
     """A hidden_states shard out of a responses shard: one row for each of its rows.
 
-    Holds the states of one sample at a time where `results` is a stream; the encoded shard is in memory whole, and
-    twice where samples are refused when all are through: by the verifier's head, or by a first shard's own norms.
+    Holds the states of one sample at a time where `results` is a stream. The encoded shard is in memory (without a
+    `path`) whole, and there twice where samples are refused when all are through: by the verifier's head, or by a
+    first shard's own norms.
 
     Args:
         responses: table of `schemas.RESPONSES`.
         results: those of `samples_of(responses)`, in that order.
         checks: of the stage.
+        path: local file to build it into.
     Raises:
         ValueError: the results are not those of these responses.
     """
     judge = checks.shard()
     shard = _Tally()
     try:
-        data = encode(shard.counted(_rows(responses, results, meta, judge)), meta)
+        rows = shard.counted(_rows(responses, results, meta, judge))
+        data: bytes | Path
+        if path is None:
+            data = encode(rows, meta)
+        else:
+            write(rows, meta, path)
+            data = path
     finally:
         if isinstance(results, Generator):
             results.close()  # a stream given up half-way gives up its requests now, not when it is collected

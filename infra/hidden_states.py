@@ -10,6 +10,7 @@ import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,11 +151,18 @@ def schema(meta: HiddenStatesMeta) -> pa.Schema:
 
 def encode(rows: Iterable[HiddenRow], meta: HiddenStatesMeta) -> bytes:
     """A shard's Parquet bytes. Rows are taken one by one: beside the result, one sample's states are in memory."""
-    return _written((_row_table(row, meta) for row in rows), meta)
+    sink = pa.BufferOutputStream()  # not a Python file, each of whose many writes would take the interpreter's lock
+    _write((_row_table(row, meta) for row in rows), meta, sink)
+    return bytes(sink.getvalue().to_pybytes())
 
 
-def fail_rows(data: bytes, errors: Mapping[str, str]) -> bytes:
-    """A shard's bytes with the rows of some samples failed after all; the other rows are as they were.
+def write(rows: Iterable[HiddenRow], meta: HiddenStatesMeta, path: Path) -> None:
+    """The same as a local file, of which nothing but one sample is in memory."""
+    _write((_row_table(row, meta) for row in rows), meta, str(path))
+
+
+def fail_rows(data: bytes | Path, errors: Mapping[str, str]) -> bytes | Path:
+    """A shard's bytes or local file, with the rows of some samples failed after all; the others are as they were.
 
     Args:
         errors: why, by sample id.
@@ -169,12 +177,17 @@ def fail_rows(data: bytes, errors: Mapping[str, str]) -> bytes:
             else:
                 yield shard.row_table(index)
 
-    return _written(tables(), shard.meta)
+    if isinstance(data, Path):
+        changed = data.with_name(f"{data.name}.changed")
+        _write(tables(), shard.meta, str(changed))
+        return changed.replace(data)
+    sink = pa.BufferOutputStream()
+    _write(tables(), shard.meta, sink)
+    return bytes(sink.getvalue().to_pybytes())
 
 
-def _written(row_tables: Iterable[pa.Table], meta: HiddenStatesMeta) -> bytes:
-    """Parquet bytes with a row group for each table."""
-    sink = pa.BufferOutputStream()  # not a Python file, each of whose many writes would take the interpreter's lock
+def _write(row_tables: Iterable[pa.Table], meta: HiddenStatesMeta, sink: pa.NativeFile | str) -> None:
+    """Parquet with a row group for each table."""
     codecs = dict.fromkeys(_ID_LEAVES, "zstd") | dict(ENCODINGS[meta.encoding].codecs)
     levels = {name: _ZSTD_LEVEL for name, codec in codecs.items() if codec == "zstd"}
     with pq.ParquetWriter(
@@ -187,7 +200,6 @@ def _written(row_tables: Iterable[pa.Table], meta: HiddenStatesMeta) -> bytes:
     ) as writer:
         for table in row_tables:
             writer.write_table(table)
-    return bytes(sink.getvalue().to_pybytes())
 
 
 def decode(source: Any) -> Iterator[HiddenSample]:
@@ -213,8 +225,8 @@ class HiddenStatesFile:
         parquet: the file's own metadata.
 
     Args:
-        source: the file's bytes, or a seekable binary file (of which only the footer and the samples asked for
-            are read).
+        source: the file's bytes, or its local path or a seekable binary file (of which only the footer and the
+            samples asked for are read).
     Raises:
         ValueError: not a file of hidden states, or of an encoding that this version does not know.
     """
@@ -222,6 +234,8 @@ class HiddenStatesFile:
     def __init__(self, source: Any) -> None:
         if isinstance(source, bytes | bytearray | memoryview):
             source = pa.BufferReader(source)
+        elif isinstance(source, Path):
+            source = pa.memory_map(str(source))
         self._file = pq.ParquetFile(source)
         self.parquet = self._file.metadata
         self.meta = HiddenStatesMeta.from_metadata(self._file.schema_arrow.metadata)
@@ -285,7 +299,7 @@ class HiddenStatesFile:
 
 
 def state_bytes(source: Any) -> dict[str, int]:
-    """What the `state_bytes` of a shard's record say, from the shard's bytes (or seekable file) alone.
+    """What the `state_bytes` of a shard's record say, from the shard's bytes (or file) alone.
 
     Returns:
         `raw`: bytes of the usable samples' states in bf16; `stored`: bytes of the payload columns in the file.
@@ -307,7 +321,7 @@ def state_bytes(source: Any) -> dict[str, int]:
 
 
 def encoding_error(source: Any) -> dict[str, float] | None:
-    """What the `encoding_error` of a shard's record says, from the shard's bytes (or seekable file) alone.
+    """What the `encoding_error` of a shard's record says, from the shard's bytes (or file) alone.
 
     Returns:
         `mean` and `worst` of the usable samples' `relative_error`, over all their tokens and layers; None where the

@@ -67,6 +67,7 @@ class StateChecks:
 
     def __init__(self, config: ChecksConfig, meta: HiddenStatesMeta, head: VerifierHead | None) -> None:
         self.config = config
+        self.meta = meta
         self.head = head
         self.norms = NormsCheck(config, meta.layer_ids)
 

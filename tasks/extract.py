@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 
 from infra import manifest
-from infra.extraction import ExtractConfig, ExtractionEngine, StreamTimes, build_shard, samples_of
+from infra.build_pool import BuildPool
+from infra.extraction import ExtractConfig, ExtractionEngine, StreamTimes, samples_of
 from infra.extraction_budget import ENCODE_SECONDS, EXTRACT_SECONDS
 from infra.locations import log_file
 from infra.manifest import Shard, ShardRecord, StageRef
@@ -27,10 +29,10 @@ async def extract_shard(
     shard: Shard,
     inputs: Mapping[str, ShardRecord],
     engine: ExtractionEngine,
-    checks: StateChecks,
+    builders: BuildPool,
 ) -> ShardRecord:
     """Run the verifier over one shard of responses and commit the checked states, one row for each response."""
-    return await asyncio.to_thread(_extract, stage, shard, inputs, engine, checks)
+    return await asyncio.to_thread(_extract, stage, shard, inputs, engine, builders)
 
 
 def _extract(
@@ -38,22 +40,26 @@ def _extract(
     shard: Shard,
     inputs: Mapping[str, ShardRecord],
     engine: ExtractionEngine,
-    checks: StateChecks,
+    builders: BuildPool,
 ) -> ShardRecord:
     responses = read_input(stage, shard, inputs[shard.inputs[0]])
     times, started = StreamTimes(), time.monotonic()
-    built = build_shard(responses, engine.stream(shard.shard, samples_of(responses), times), engine.meta, checks)
+    built = builders.build(responses, engine.staged(shard.shard, samples_of(responses), times), times)
     encode_seconds = time.monotonic() - started - times.waited_seconds
     measured = {EXTRACT_SECONDS: round(times.engine_seconds, 3), ENCODE_SECONDS: round(encode_seconds, 3)}
-    return manifest.commit_shard(
-        stage,
-        shard,
-        built.data,
-        rows=built.rows,
-        status_counts=built.status_counts,
-        inputs=inputs,
-        extra={**built.extra, **measured},
-    )
+    try:
+        return manifest.commit_shard(
+            stage,
+            shard,
+            built.data,
+            rows=built.rows,
+            status_counts=built.status_counts,
+            inputs=inputs,
+            extra={**built.extra, **measured},
+        )
+    finally:
+        if isinstance(built.data, Path):
+            built.data.unlink(missing_ok=True)
 
 
 @contextlib.asynccontextmanager
@@ -65,6 +71,30 @@ async def staging_of(stage: StageRef, config: ExtractConfig) -> AsyncIterator[St
         yield staging
     finally:
         await _in_any_case(staging.close)
+
+
+@contextlib.asynccontextmanager
+async def building(
+    stage: StageRef, staging: Staging, checks: StateChecks, verifier: Verifier, ahead: int
+) -> AsyncIterator[BuildPool]:
+    """The processes that check and encode a stage's shards, their files in its staging, for as long as the context
+    lasts.
+
+    Args:
+        ahead: see BuildPool.
+    """
+    builders = BuildPool(
+        checks,
+        verifier.path if checks.head else None,
+        staging.folder,
+        token=process_token(stage.uri, "builders"),
+        log_path=log_file(stage.stage, stage.key, "builders"),
+        ahead=ahead,
+    )
+    try:
+        yield await asyncio.to_thread(builders.__enter__)
+    finally:
+        await _in_any_case(builders.close)
 
 
 @contextlib.asynccontextmanager

@@ -71,6 +71,7 @@ class Run:
         self.work = work
         self.making = Making(work, VERIFIER, manifest.input_records(work.stage, work.state.plan))
         self.making.progress = SimpleNamespace(advance=lambda: None)
+        self.making.builders = None
 
         async def commits(stage: StageRef, shard: Shard, *_: Any) -> ShardRecord:
             return commit(stage, shard, measured(failing), failing)

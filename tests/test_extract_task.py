@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from infra import manifest
+from infra.build_pool import BuildPool
 from infra.errors import ServerError
 from infra.extraction import ExtractConfig, ExtractionEngine
+from infra.extraction_config import states_meta
 from infra.extraction_pool import EnginePool, ShardQueue
 from infra.fingerprint import stage_content
 from infra.locations import log_file
@@ -56,12 +58,16 @@ async def until(reached: Callable[[], bool]) -> None:
 
 async def two_engines(stage: StageRef, vllm: VllmConfig, queue: ShardQueue, make: Any) -> None:
     config = ExtractConfig(engines=2)
-    async with extract.staging_of(stage, config) as staging:
+    checks = StateChecks(ChecksConfig(), states_meta(config, VERIFIER), None)
+    async with (
+        extract.staging_of(stage, config) as staging,
+        extract.building(stage, staging, checks, VERIFIER, ahead=2) as builders,
+    ):
         launches = [
             partial(extract.extracting, stage, number, config, vllm, VERIFIER, staging, trust_remote_code=False)
             for number in range(2)
         ]
-        await EnginePool(launches, make, queue).make_all()
+        await EnginePool(launches, partial(make, builders), queue).make_all()
     assert not staging.folder.exists()
 
 
@@ -78,13 +84,13 @@ def write_responses(stage: StageRef, num_shards: int) -> tuple[list[Shard], dict
     return shards, manifest.input_records(stage, shards)
 
 
+@pytest.mark.seconds
 async def test_two_engines_make_a_stage_and_leave_nothing(stage: StageRef) -> None:
     shards, inputs = write_responses(stage, 6)
     by_engine: set[str] = set()
 
-    async def make(running: ExtractionEngine, shard: Shard) -> None:
-        checks = StateChecks(ChecksConfig(), running.meta, None)
-        await extract.extract_shard.fn(stage, shard, inputs, running, checks)
+    async def make(builders: BuildPool, running: ExtractionEngine, shard: Shard) -> None:
+        await extract.extract_shard.fn(stage, shard, inputs, running, builders)
         by_engine.add(str(running.staging.folder))
 
     await two_engines(stage, vllm(), ShardQueue(shards), make)
@@ -97,13 +103,14 @@ async def test_two_engines_make_a_stage_and_leave_nothing(stage: StageRef) -> No
         assert record.extra["encode_seconds"] >= 0
         assert record.extra["failed_checks"]["not finite"]["count"] == 1
     assert len(by_engine) == 1, "one staging for both"
+    assert living(process_token(stage.uri, "builders")) == []
     for number, token in enumerate(tokens(stage)):
         assert living(token) == []
         assert log_file(stage.stage, stage.key, f"engine-{number}").exists()
 
 
 async def test_cancelled_while_both_load(stage: StageRef) -> None:
-    async def make(running: ExtractionEngine, shard: Shard) -> None:
+    async def make(builders: BuildPool, running: ExtractionEngine, shard: Shard) -> None:
         raise AssertionError("never ready")
 
     loading = asyncio.create_task(two_engines(stage, vllm(NEVER_READY), ShardQueue([Shard("00000")]), make))

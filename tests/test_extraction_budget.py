@@ -9,7 +9,7 @@ import pytest
 
 from infra import storage
 from infra.errors import StageFailed
-from infra.extraction_budget import Budget, Measured, readable, stage_totals
+from infra.extraction_budget import Budget, Measured, free_memory_bytes, readable, shards_at_a_time, stage_totals
 from infra.extraction_config import ExtractConfig
 from infra.fingerprint import stage_content
 from infra.manifest import ShardRecord, StageRef
@@ -51,11 +51,48 @@ def test_what_is_left_follows_from_the_size_of_the_responses() -> None:
 
 
 def test_more_engines_are_so_much_faster_until_encoding_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
     assert budget(None, engines=4).tokens_per_second == 2000
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(1))
     assert budget(None, engines=8).tokens_per_second == 2000, "0.5 s of one core each"
     assert " with 8 engines: " in str(budget(None, engines=8))
+
+
+@pytest.mark.parametrize(
+    ("said", "encode_seconds", "cores", "engines", "limit_bytes", "free_bytes", "wanted"),
+    [
+        (5, 0.5, 1, 1, 1, 1, 5),  # as the config says
+        (None, 0.5, 16, 1, 10**12, 10**12, 2),
+        (None, 9.0, 16, 1, 10**12, 10**12, 6),  # five are built while the engine computes one
+        (None, 9.0, 2, 1, 10**12, 10**12, 2),
+        (None, 90.0, 16, 2, 10**12, 10**12, 8),  # all cores
+        (None, 90.0, 16, 1, 3 * 4_100_000, 10**12, 3),  # as the staging holds
+        (None, 90.0, 16, 1, 1, 10**12, 2),
+        (None, 90.0, 16, 1, 10**12, 4 * (256 * 2**20 + 5 * 500 * 8000), 4),  # as the memory holds
+        (None, 90.0, 16, 1, 10**12, 1, 2),
+    ],
+)
+def test_an_engine_has_as_many_shards_as_keep_it_busy(
+    monkeypatch: pytest.MonkeyPatch,
+    said: int | None,
+    encode_seconds: float,
+    cores: int,
+    engines: int,
+    limit_bytes: int,
+    free_bytes: int,
+    wanted: int,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(cores))
+    monkeypatch.setattr("infra.extraction_budget.free_memory_bytes", lambda: free_bytes)
+    config = ExtractConfig(shards_per_engine=said, engines=engines)
+    slow = [record(number, encode_seconds=1000.0) for number in range(5)]  # the first ones of a run
+    recent = [record(number, encode_seconds=encode_seconds, longest_tokens=500) for number in range(8)]
+    assert shards_at_a_time(config, slow + recent, limit_bytes) == wanted
+    assert shards_at_a_time(config, [], limit_bytes) == (said or 2)
+
+
+def test_free_memory_is_read() -> None:
+    assert 2**20 < free_memory_bytes() < 2**50
 
 
 def test_a_root_without_room_is_refused_in_one_line_and_an_unknown_one_is_not() -> None:

@@ -9,7 +9,6 @@ leaves it be.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -17,9 +16,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 
-import pyarrow as pa
 import torch
 
+from infra.allocator import keep_freed_memory
 from infra.errors import DraftsmithError, InfrastructureError
 from infra.training.data import PackJob, encoded_sample, noisy
 from infra.training.pack_ring import PackBuffers, PackRing
@@ -30,7 +29,6 @@ CHECKS_AT_ONCE = 4
 PARENT_CHECK_SECONDS = 1.0
 # The trainer launches the GPU's work: where cores are scarce, it goes first.
 NICENESS = 10
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def make_packs(tasks: Connection, results: Connection, files: ShardFiles, max_open: int, ring: PackRing) -> None:
@@ -91,19 +89,10 @@ def portable(error: Exception) -> DraftsmithError:
 def _begin() -> None:
     torch.set_num_threads(1)
     os.nice(NICENESS)
-    _keep_memory()
+    keep_freed_memory()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-
-
-def _keep_memory() -> None:
-    """Let the allocator keep what is freed. It would give each sample's megabytes back to the kernel, which clears
-    every page before the next sample gets it: half of the time that reading and copying bf16 take."""
-    with contextlib.suppress(AttributeError):  # another C library than glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        if mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1):
-            pa.set_memory_pool(pa.system_memory_pool())
 
 
 def _end_with_parent(parent_pid: int) -> None:

@@ -1,5 +1,5 @@
-"""The extraction worker is killed again and again in mid-shard: the stage completes in one run, and no shard that was
-committed is made again.
+"""The extraction worker is killed again and again in mid-shard, and once the processes that build the shards: the
+stage completes in one run, and no shard that was committed is made again.
 
 Of many small shards; the moments are drawn from a seed. Each kill comes after a commit of the worker's own, so that
 none of them counts against it (`infra.extraction_pool.MAX_IDLE_LIVES`).
@@ -46,8 +46,8 @@ def records(config: PipelineConfig) -> dict[str, tuple[bytes, int]]:
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.glob("*.json")}
 
 
-def workers(run: CommandRun) -> list[int]:
-    return [pid for pid, name in run.processes().items() if "extract_worker.py" in name and "guard.py" not in name]
+def workers(run: CommandRun, program: str = "extract_worker.py") -> list[int]:
+    return [pid for pid, name in run.processes().items() if program in name and "guard.py" not in name]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,29 @@ def test_the_stage_completes_and_no_committed_shard_is_made_again(
     assert {name: after[name] for name in kept} == kept, "a committed shard was made again"
     check_rows(config, num_shards)
     report_line(f"kill: victim='extraction worker' times={num_kills} shards={num_shards} shards_redone=0")
+
+
+def test_killed_builders_cost_their_shards_alone(
+    commands: Commands, tmp_path: Path, report_line: Callable[[str], None]
+) -> None:
+    root, num_shards = tmp_path / "root", 8
+    config = tiny_config(root, *overrides(num_shards))
+    write_all_prompts(config)
+    write_long_responses(config, SAMPLES_PER_SHARD, SAMPLE_TOKENS)
+    run = commands.start(root, *overrides(num_shards), until="hidden_states")
+    run.wait_for(lambda: len(records(config)) > 1, "two commits", STAGE_SECONDS)
+    kept, killed = records(config), workers(run, "build_worker")
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    assert len(killed) == 2
+    assert run.finish(STAGE_SECONDS) == EXIT_DONE, run.log[-5000:]
+    assert run.left_alive({}, END_SECONDS) == {}, "it outlived the run"
+    assert "a process that builds shards ended with code 137" in run.log
+    assert run.log.count(READY) == 1, "the engine goes on"
+    after = records(config)
+    assert {name: after[name] for name in kept} == kept, "a committed shard was made again"
+    check_rows(config, num_shards)
+    report_line(f"kill: victim='shard builders' times=1 shards={num_shards} shards_redone=0")
 
 
 def check_rows(config: PipelineConfig, num_shards: int) -> None:
