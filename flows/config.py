@@ -19,6 +19,7 @@ from infra.extraction import ExtractConfig
 from infra.gpu_sets import check_set_sizes
 from infra.inference import GenerateConfig
 from infra.interchange_import import ImportConfig
+from infra.promotion_gate import PromoteConfig
 from infra.prompts import PromptsConfig
 from infra.training.config import TrainConfig
 from infra.verifier import VerifierConfig
@@ -51,6 +52,8 @@ class PipelineConfig(Config):
     """How the draft is trained."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """How the speculator is measured against no speculation and n-gram."""
+    promote: PromoteConfig | None = None
+    """What a draft must show to be promoted; without this section none is. In no stage's key."""
     max_idle_attempts: int = Field(default=5, ge=1)
     """A deployment's run that dies is started again by itself; after this many attempts in a row that committed
     nothing new it fails instead."""
@@ -85,6 +88,16 @@ class PipelineConfig(Config):
                     f"{section}.max_tokens: {limit} leaves no room for a prompt in vllm.max_model_len "
                     f"{longest}; lower the one or raise the other"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _gate_is_measured(self) -> Self:
+        missing = set(self.promote.min_speedup if self.promote else ()) - set(self.evaluate.concurrency)
+        if missing:
+            raise ValueError(
+                f"promote.min_speedup: {min(missing)} requests in flight are not measured; add them to "
+                "evaluate.concurrency, or leave them out"
+            )
         return self
 
     @model_validator(mode="after")

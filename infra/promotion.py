@@ -76,6 +76,10 @@ class Outcome:
     moved: bool
     reasons: tuple[str, ...]
 
+    def __str__(self) -> str:
+        said = "Promoted" if self.moved else "Promoted before" if self.promoted else "Not promoted"
+        return f"{said}: {'; '.join(self.reasons)}." if self.reasons else f"{said}."
+
 
 def pointer_uri(root: str, verifier: str) -> str:
     return storage.join(root, FOLDER, verifier, POINTER_FILE)
