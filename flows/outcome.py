@@ -12,8 +12,9 @@ from prefect.artifacts import acreate_image_artifact, acreate_markdown_artifact,
 from flows.lineage import Run
 from flows.stage import Summary
 from infra import storage
-from infra.evaluation import BASELINE
-from infra.report import StageLine, result_table, stage_table
+from infra.findings import lowest_load
+from infra.report import StageLine, stage_table
+from infra.report_tables import markdown_table, result_table
 from tasks.evaluate import REPORT_FILE, read_report, read_results
 
 PLOT = re.compile(r"!\[([^\]]*)\]\((\w+\.png)\)")
@@ -40,7 +41,7 @@ async def publish_outcome(run: Run) -> dict[str, Any]:
         outcome |= {"report": storage.join(evaluation, REPORT_FILE), **_headline(rows)}
         await acreate_table_artifact(result_table(rows), key="evaluation", description="Speed and acceptance")
         await _publish_plots(evaluation, report)
-    parts.append(f"## Stages of this run\n\n{_markdown_table(table)}")
+    parts.append(f"## Stages of this run\n\n{markdown_table(table)}")
     text = "\n\n".join(part for part in parts if part) + "\n"
     beside = PLOT.sub(rf"![\1](../evaluations/{run.keys['evaluations']}/\2)", text)
     await asyncio.to_thread(storage.put, run.report_uri, beside.encode())
@@ -60,8 +61,7 @@ async def _publish_plots(evaluation_uri: str, report: str) -> None:
 
 
 def _headline(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    measured = sorted((row for row in rows if row["method"] != BASELINE), key=lambda row: int(row["concurrency"]))
-    ours = next((row for row in measured if row["method"] == "eagle3"), None)
+    ours = next((row for row in lowest_load(rows) if row["method"] == "eagle3"), None)
     return {
         "acceptance_length": ours["acceptance_length"] if ours else None,
         "speedup_c1": ours["speedup"] if ours else None,
@@ -78,9 +78,3 @@ def _line(summary: Summary) -> StageLine:
         status_counts=totals["status_counts"],
         size_bytes=totals["size_bytes"],
     )
-
-
-def _markdown_table(lines: list[dict[str, str]]) -> str:
-    names = list(lines[0])
-    body = [names, ["---"] * len(names), *([line[name] for name in names] for line in lines)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in body)

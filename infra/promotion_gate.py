@@ -8,17 +8,17 @@ keeping what serves costs nothing.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field, PositiveInt
 
-from infra.comparison import CONFIDENCE, RANDOM_SEED, REPLICATES
+from infra.agreement import FAULT
 from infra.config import Config
 from infra.findings import streams
-from infra.losslessness import FAULT
+from infra.intervals import generator, log_interval, round_spread
 
 Row = Mapping[str, Any]  # of infra.evaluation_results.RESULTS
 Setting = tuple[str, float, int]  # data set, temperature, requests in flight
@@ -91,17 +91,15 @@ def _minima(ours: Sequence[Row], gate: PromoteConfig) -> Iterator[_Check]:
     if (least := gate.min_acceptance_length) is not None:
         row = min(ours, key=_lowest_length)
         shown = "nothing was drafted" if row["acceptance_length"] is None else _length(row)
-        yield _Check(_lowest_length(row) >= least, f"{shown} {_where(row)}; the gate asks for {least:g}")
+        yield _Check(_lowest_length(row) >= least, f"{shown} {_where(row)} (asked for: {least:g})")
     for load, least in sorted(gate.min_speedup.items()):
         measured = [row for row in ours if row["concurrency"] == load]
         if not measured:
-            yield _Check(
-                False, f"it was not measured with {streams(load)}, where the gate asks for {least:g} times"
-            )
+            yield _Check(False, f"not measured with {streams(load)} (asked for: {least:g} times as fast)")
             continue
         row = min(measured, key=lambda row: float(row["speedup_low"]))
         shown = f"{_speed(row['speedup'], row['speedup_low'], row['speedup_high'])} {_where(row)}"
-        yield _Check(row["speedup_low"] >= least, f"{shown}; the gate asks for {least:g}")
+        yield _Check(row["speedup_low"] >= least, f"{shown} (asked for: {least:g})")
 
 
 def _outputs(ours: Sequence[Row]) -> Iterator[_Check]:
@@ -132,16 +130,12 @@ def _against_promoted(
 
 
 def _speed_ratio(ours: Row, theirs: Row) -> tuple[float, float, float]:
-    """Speed against the other draft's with its 95 % interval: Student's t over rounds on the log scale, as in
-    `infra.comparison.speedup`. Prompts are not resampled: both sides answered the same ones. One round has none."""
-    names = "output_tokens_per_second_by_round"
-    logs = np.log(np.array(ours[names]) / np.array(theirs[names]))
-    center, spread = float(logs.mean()), 0.0
-    if len(logs) > 1:
-        draws = np.random.default_rng(RANDOM_SEED).standard_t(len(logs) - 1, size=REPLICATES)
-        quantile = float(np.quantile(np.abs(draws), CONFIDENCE))
-        spread = quantile * float(logs.std(ddof=1)) / math.sqrt(len(logs))
-    return math.exp(center), math.exp(center - spread), math.exp(center + spread)
+    """Speed against the other draft's, and its 95 % interval over rounds. Prompts are not drawn anew: both sides
+    answered the same ones."""
+    name = "output_tokens_per_second_by_round"
+    by_round = [mine / other for mine, other in zip(ours[name], theirs[name], strict=True)]
+    ratio = statistics.geometric_mean(by_round)
+    return ratio, *log_interval(ratio, round_spread(by_round, generator()))
 
 
 def _pooled_length(rows: Sequence[Row]) -> float:

@@ -39,8 +39,8 @@ class ServeCommand:
 def serve_command(uri: str, verifier: str | None = None) -> ServeCommand:
     """How a root's promoted speculator is served, or any export of a root.
 
-    The flags of vLLM are those of the newest run that the draft belongs to: the generation's that it was trained on
-    (reasoning and tool parser, chat template), whose content its key fixes, and the run's own for speed.
+    The flags of vLLM are those of the run that promoted it, or else of the newest that it belongs to. Those that
+    change what is written (parsers, chat template) are the generation's that it was trained on: its key fixes them.
 
     Effects: may convert or copy into the cache folder what vLLM can read from a local folder only.
 
@@ -55,7 +55,7 @@ def serve_command(uri: str, verifier: str | None = None) -> ServeCommand:
     found = _EXPORT.fullmatch(uri.rstrip("/"))
     promoted = None if found else _promoted(uri, verifier)
     root, draft = (found["root"] or ".", found["key"]) if found else (uri, promoted.draft if promoted else "")
-    run = _run_of(root, draft)
+    run = _run_of(root, draft, promoted.run_id if promoted else None)
     try:
         vllm = VllmConfig.model_validate(run["config"]["vllm"])
         model = VerifierConfig.model_validate(run["config"]["verifier"])
@@ -88,10 +88,11 @@ def _promoted(root: str, verifier: str | None) -> Promotion:
     return promoted
 
 
-def _run_of(root: str, draft: str) -> dict[str, Any]:
-    """The newest run that made or used the draft."""
+def _run_of(root: str, draft: str, run_id: str | None) -> dict[str, Any]:
+    """The run that promoted the draft, else the newest that made or used it."""
     names = [name for name in storage.list_sizes(storage.join(root, "runs")) if name.endswith(".json")]
-    bodies = storage.get_many(storage.join(root, "runs", name) for name in names).values()
+    chosen = [name for name in names if name == f"{run_id}.json"] or names
+    bodies = storage.get_many(storage.join(root, "runs", name) for name in chosen).values()
     runs = [run for run in map(load_object, bodies) if run and run.get("keys", {}).get("drafts") == draft]
     if not runs:
         raise InputError(root, f"no run in {storage.join(root, 'runs')} says how drafts/{draft} was served")

@@ -46,8 +46,8 @@ def test_random_weights_are_not_promoted_and_it_is_said_why(tmp_path: Path) -> N
     outcome = tried(str(tmp_path), measured(**RANDOM), NEW)
     assert (outcome.promoted, outcome.moved) == (False, False)
     assert outcome.reasons == (
-        "acceptance length 1.00 (1.00 to 1.01) with one request at a time on questions; the gate asks for 1.3",
-        "0.81 times as fast (0.78 to 0.84) with one request at a time on questions; the gate asks for 1.1",
+        "acceptance length 1.00 (1.00 to 1.01) with one request at a time on questions (asked for: 1.3)",
+        "0.81 times as fast (0.78 to 0.84) with one request at a time on questions (asked for: 1.1)",
     )
     assert not list(tmp_path.iterdir())
 
@@ -92,11 +92,9 @@ def test_an_interval_that_begins_below_the_minimum_does_not_pass() -> None:
 def test_every_data_set_and_every_load_of_the_gate_counts() -> None:
     rows = [result_row(), result_row(dataset="code", speedup=0.9)]
     decision = decide(rows, NEW, GATE, None)
-    assert "on code; the gate asks for 1.1" in decision.reasons[0]
+    assert "on code (asked for: 1.1)" in decision.reasons[0]
     unmeasured = decide([result_row()], NEW, PromoteConfig(min_speedup={32: 1.0}), None)
-    assert unmeasured.reasons == (
-        "it was not measured with 32 requests in flight, where the gate asks for 1 times",
-    )
+    assert unmeasured.reasons == ("not measured with 32 requests in flight (asked for: 1 times as fast)",)
 
 
 def test_answers_that_near_ties_do_not_explain_are_not_promoted() -> None:
