@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, PositiveInt
 
-from infra.comparison import CONFIDENCE, RANDOM_SEED, REPLICATES
+from infra.agreement import FAULT
+from infra.comparison import REPLICATES
 from infra.config import Config
 from infra.findings import streams
-from infra.losslessness import FAULT
+from infra.intervals import CONFIDENCE, RANDOM_SEED
 
 Row = Mapping[str, Any]  # of infra.evaluation_results.RESULTS
 Setting = tuple[str, float, int]  # data set, temperature, requests in flight

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from infra.evaluation import BASELINE
+from infra.evaluation_config import Note
 from infra.evaluation_results import median_first_difference
 from infra.findings import DataFigures, Row, headline, lowest_load, percent, warnings
 from infra.plots import acceptance_by_position
@@ -48,12 +49,15 @@ class StageLine:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything the report says. `rows` are those of `infra.evaluation_results.result_rows`, stages in order."""
+    """Everything the report says. `rows` are those of `infra.evaluation_results.result_rows`, `groups` those of its
+    `acceptance_rows`, stages in order."""
 
     rows: Sequence[Row]
     served: Served
     stages: Sequence[StageLine] = ()
     data: DataFigures = field(default_factory=DataFigures)
+    groups: Sequence[Row] = ()
+    notes: Sequence[Note] = ()
 
 
 def report_markdown(report: Report, *, with_plots: bool = True) -> str:
