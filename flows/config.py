@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from infra.config import Config
 from infra.errors import InputError
-from infra.evaluation import EvaluateConfig
+from infra.evaluation_config import PROMOTED, EvaluateConfig
 from infra.extraction import ExtractConfig
 from infra.gpu_sets import check_set_sizes
 from infra.inference import GenerateConfig
@@ -97,6 +97,11 @@ class PipelineConfig(Config):
             raise ValueError(
                 f"promote.min_speedup: {min(missing)} requests in flight are not measured; add them to "
                 "evaluate.concurrency, or leave them out"
+            )
+        if self.promote and self.promote.not_worse_than == PROMOTED and PROMOTED not in self.evaluate.drafts:
+            raise ValueError(
+                "promote.not_worse_than: `promoted` must be measured to be compared with; add it to "
+                "evaluate.drafts, or set not_worse_than to null"
             )
         return self
 

@@ -8,6 +8,10 @@ from prefect import flow
 
 from flows.config import PipelineConfig
 from flows.stage import StageWork, Summary, run_stage
+from infra import manifest
+from infra.manifest import StageRef
+from infra.prompts import HELDOUT
+from infra.tables import read_table
 from tasks.prompts import write_prompts
 
 
@@ -19,3 +23,12 @@ async def prompts(config: PipelineConfig) -> Summary:
 
 async def make_prompts(work: StageWork) -> dict[str, Any]:
     return await write_prompts(work.stage, work.config.prompts, work.config.verifier)
+
+
+def heldout_rows(prompts: StageRef) -> list[dict[str, Any]]:
+    """The held-out prompts that are there, rows of `schemas.PROMPTS`."""
+    records = manifest.read_records(prompts.uri)
+    planned = [shard.shard for shard in manifest.read_plan(prompts.uri) if shard.extra["split"] == HELDOUT]
+    return [
+        row for shard in planned if shard in records for row in read_table(prompts.uri, records[shard]).to_pylist()
+    ]

