@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from infra import schemas
-from infra.agreement import Agreement, Parting, agreement
+from infra.agreement import NOT_COMPARED, Agreement, Parting, agreement
 from infra.comparison import acceptance, check_length, speedup
 from infra.evaluation import BASELINE, EvaluateConfig, Measurement
 from infra.evaluation_config import Note, Way
@@ -298,6 +298,12 @@ def _losslessness(
 def median_first_difference(row: Mapping[str, Any]) -> float | None:
     """Median token position at which answers part from the baseline's; None where all are identical."""
     return statistics.median(row["first_differences"]) if row["first_differences"] else None
+
+
+def completed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row that an earlier version may have written, with the columns that came later: empty, and a label."""
+    later: dict[str, Any] = {field.name: [] if pa.types.is_list(field.type) else None for field in RESULTS}
+    return {**later, "label": row["method"], "num_beyond_ties": 0, "losslessness": NOT_COMPARED, **row}
 
 
 def results_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -20,6 +20,7 @@ from infra.evaluation_results import (
     acceptance_parquet,
     acceptance_rows,
     agreements,
+    completed,
     request_notes,
     result_rows,
     results_parquet,
@@ -195,9 +196,9 @@ def data_figures(stage: StageRef) -> DataFigures:
 
 
 def read_results(evaluations_uri: str) -> list[dict[str, Any]]:
-    """The rows of a committed results.parquet."""
+    """The rows of a committed results.parquet, of an earlier version's too: the key may be the same."""
     records = {record.data: record for record in manifest.read_records(evaluations_uri).values()}
-    return read_table(evaluations_uri, records[RESULTS_FILE]).to_pylist()  # type: ignore[no-any-return]
+    return [completed(row) for row in read_table(evaluations_uri, records[RESULTS_FILE]).to_pylist()]
 
 
 def read_report(evaluations_uri: str) -> str:

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
-from infra import promotion, storage
+from infra import promotion, schemas, storage
 from infra.errors import StageFailed
+from infra.evaluation_results import completed
+from infra.findings import lowest_load
 from infra.promotion import Outcome, Promotion, figures, pointer_uri, promote, read_pointer, rival, verifiers
 from infra.promotion_gate import Decision, PromoteConfig, decide
+from infra.report_tables import result_table
 from tests.fakes.result_rows import NEW, PROMOTED, beside, measured, result_row
 
 VERIFIER = "Qwen/Qwen3-8B"
@@ -141,6 +144,18 @@ def test_a_speed_that_only_noise_tells_apart_is_no_reason() -> None:
     for row in noisy[-2:]:
         row["output_tokens_per_second_by_round"] = [50.0, 51.0, 52.0]
     assert decide(noisy, NEW, GATE, PROMOTED).passes
+
+
+def test_rows_of_an_earlier_version_can_be_judged() -> None:
+    written = set(schemas.EVALUATIONS.names) | {
+        "verdict",
+        "num_compared_outputs",
+        "output_tokens_per_second_by_round",
+    }
+    old = [completed({name: row[name] for name in written}) for row in measured()]
+    assert decide(old, NEW, GATE, None).passes
+    assert [row["label"] for row in lowest_load(old)] == ["eagle3"]
+    assert result_table(old)[4]["acceptance length"] == "1.595"
 
 
 def test_the_rival_of_a_draft_that_was_promoted_is_the_one_before(tmp_path: Path) -> None:
