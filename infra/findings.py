@@ -75,6 +75,17 @@ def break_even(rows: Sequence[Row]) -> float | None:
     return None
 
 
+def break_evens(rows: Sequence[Row]) -> list[str]:
+    """Where the main way of decoding stops to pay, by data set, whether or not noise could explain it."""
+    loads_of: dict[str, list[Row]] = {}
+    for row in main_rows(rows):
+        loads_of.setdefault(row["dataset"], []).append(row)
+    found = {dataset: break_even(loads) for dataset, loads in loads_of.items()}
+    return [
+        f"near {even:.1f} requests in flight on {dataset}" for dataset, even in found.items() if even is not None
+    ]
+
+
 def warnings(rows: Sequence[Row], data: DataFigures) -> list[str]:
     """What a reader must know before using the figures, each with what to do about it."""
     found: list[str] = []
@@ -144,6 +155,30 @@ def series(rows: Sequence[Row]) -> dict[tuple[str, int, str, float], list[Row]]:
         key = (row["label"], row["num_speculative_tokens"], row["dataset"], row["temperature"])
         found.setdefault(key, []).append(row)
     return {key: sorted(loads, key=lambda row: int(row["concurrency"])) for key, loads in found.items()}
+
+
+def groups_by_way(rows: Sequence[Row], groups: Sequence[Row], group_by: str) -> dict[tuple[str, str], list[Row]]:
+    """Acceptance by context bin (in order) or by domain, by way of decoding and data set.
+
+    Of several temperatures the lowest, of several loads the one with the most drafts: the text is the same.
+
+    Args:
+        rows: of `infra.evaluation_results.RESULTS`, for the names of the ways; groups: of its `GROUPS`.
+        group_by: `context` or `domain`.
+    """
+    names, found = ways(rows), dict[tuple[str, str], dict[tuple[float, int], list[Row]]]()
+    for row in groups:
+        if row["group_by"] == group_by:
+            way = names[row["label"], row["num_speculative_tokens"]]
+            loads = found.setdefault((way, row["dataset"]), {})
+            loads.setdefault((row["temperature"], row["concurrency"]), []).append(row)
+    chosen = {}
+    for key, loads in found.items():
+        coldest = min(temperature for temperature, _ in loads)
+        alike = [some for (temperature, _), some in loads.items() if temperature == coldest]
+        most = max(alike, key=lambda some: sum(row["num_drafts"] for row in some))
+        chosen[key] = sorted(most, key=lambda row: (row["context_from"] or 0, str(row["group"])))
+    return chosen
 
 
 def ways(rows: Sequence[Row]) -> dict[tuple[str, int], str]:

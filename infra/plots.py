@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from infra.findings import Row, series, ways
-from infra.plots_canvas import INK, MUTED, SERIES_COLORS, new_figure, png, say
+from infra.findings import Row, groups_by_way, series, ways
+from infra.plots_canvas import INK, LEGEND, MUTED, SERIES_COLORS, new_figure, png, say
 from infra.promotion import Promotion
 
 # The usual ways of decoding keep their colour in every plot; Okabe and Ito's palette, as elsewhere.
@@ -62,7 +63,7 @@ def acceptance_png(rows: Sequence[Row]) -> bytes:
     axes.margins(y=0.15)
     axes.set_ylim(bottom=0)
     if rates:
-        axes.legend(frameon=False)
+        axes.legend(**LEGEND)
     else:
         say(axes, "nothing was drafted")
     return png(figure)
@@ -77,13 +78,11 @@ def way_colors(rows: Sequence[Row]) -> dict[str, str]:
 def context_png(rows: Sequence[Row], groups: Sequence[Row]) -> bytes:
     """Acceptance length over the context's length in bins, with 95 % intervals, by way of decoding and data set.
 
-    Of several loads the one with the most drafts is shown, of several temperatures the lowest.
-
     Args:
         rows: rows of `infra.evaluation_results.RESULTS`, for the names of the ways.
         groups: rows of `infra.evaluation_results.GROUPS`.
     """
-    chosen = context_series(rows, groups)
+    chosen = groups_by_way(rows, groups, "context")
     bins = {
         bin_[0]: bin_[1]
         for loads in chosen.values()
@@ -105,33 +104,26 @@ def context_png(rows: Sequence[Row], groups: Sequence[Row]) -> bytes:
             linewidth=1.8,
             label=way if len(datasets) == 1 else f"{way}, {_short(dataset)}",
         )
+        alone = [row for row in found if row["acceptance_length_low"] is None]
+        axes.plot(
+            [places[row["context_from"]] + nudge for row in alone],
+            [row["acceptance_length"] for row in alone],
+            color=colors[way],
+            marker=MARKERS[datasets.index(dataset) % len(MARKERS)],
+            markerfacecolor="white",
+            zorder=3,
+            linestyle="none",
+        )
     axes.set_xticks(list(places.values()), [bins[start] for start in places])
     axes.margins(x=0.06, y=0.15)
-    axes.set_title("Acceptance by length of the context, with 95 % intervals")
+    axes.set_title("Acceptance by length of the context, with 95 % intervals (hollow: one prompt)")
     axes.set_xlabel("tokens before the drafted ones")
     axes.set_ylabel("acceptance length (tokens a step)")
     if chosen:
-        axes.legend(frameon=False, ncols=2 if len(chosen) > 3 else 1)
+        axes.legend(**LEGEND, ncols=2 if len(chosen) > 3 else 1)
     else:
         say(axes, "the server did not say at which length it drafted")
     return png(figure)
-
-
-def context_series(rows: Sequence[Row], groups: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """What `context_png` shows: the bins in order, by way of decoding and data set."""
-    names, found = ways(rows), dict[tuple[str, str], dict[tuple[float, int], list[Row]]]()
-    for row in groups:
-        if row["group_by"] == "context":
-            way = names[row["label"], row["num_speculative_tokens"]]
-            loads = found.setdefault((way, row["dataset"]), {})
-            loads.setdefault((row["temperature"], row["concurrency"]), []).append(row)
-    chosen = {}
-    for key, loads in found.items():
-        coldest = min(temperature for temperature, _ in loads)
-        alike = [some for (temperature, _), some in loads.items() if temperature == coldest]
-        most = max(alike, key=lambda some: sum(row["num_drafts"] for row in some))
-        chosen[key] = sorted(most, key=lambda row: int(row["context_from"]))
-    return chosen
 
 
 def history_png(history: Sequence[Promotion], measured: Sequence[Row]) -> bytes:
@@ -178,8 +170,9 @@ def history_png(history: Sequence[Promotion], measured: Sequence[Row]) -> bytes:
     for axes in panels:
         axes.set_xlim(-0.5, max(0, len(columns) - 1) + 0.5)
         axes.margins(y=0.2)
+    _frame(panels[1], [row for _, shown in columns for row in _lowest(shown)])
     if settings:
-        panels[0].legend(frameon=False, ncols=1)
+        panels[0].legend(**LEGEND)
     else:
         say(panels[0], "nothing has been promoted yet")
     return png(figure)
@@ -197,6 +190,15 @@ def _said(dataset: str, temperature: float) -> str:
 
 def _short(dataset: str) -> str:
     return dataset if len(dataset) <= LONGEST_NAME else f"{dataset[: LONGEST_NAME - 1]}…"
+
+
+def _frame(axes: Axes, rows: Sequence[Row]) -> None:
+    """Limit the speed-ups' panel to where they are: an interval that is much wider runs out of it."""
+    ratios = [1.0, *(row["speedup"] for row in rows)]
+    low = max(0.6 * min(ratios), min(1.0, *(row["speedup_low"] for row in rows), 1.0))
+    high = min(1.6 * max(ratios), max(1.0, *(row["speedup_high"] for row in rows), 1.0))
+    room = 0.08 * (high - low) or 0.1
+    axes.set_ylim(low - room, high + room)
 
 
 def _errors(rows: Sequence[Row], name: str) -> list[list[float]]:
@@ -233,10 +235,11 @@ def speedup_png(rows: Sequence[Row]) -> bytes:
             )
         axes.set_title(_said(dataset, temperature))
         axes.set_ylabel("output tokens per second,\nratio to none")
-        axes.margins(x=0.08, y=0.12)
+        axes.margins(x=0.08)
+        _frame(axes, [row for _, loads in shown for row in loads])
         axes.tick_params(labelbottom=True)
-        axes.legend(frameon=False)
-    figure.suptitle("Speed-up by load, with 95 % intervals")
+        axes.legend(**LEGEND)
+    figure.suptitle("Speed-up by load, with 95 % intervals (cut where they leave the frame)")
     panels[-1].set_xscale("log", base=2)
     panels[-1].xaxis.set_major_locator(FixedLocator(sorted({row["concurrency"] for row in rows})))
     panels[-1].xaxis.set_minor_locator(NullLocator())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,6 +14,7 @@ INK = "#222222"
 MUTED = "#6b6b6b"
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 SERIES_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")
+LEGEND: dict[str, Any] = {"edgecolor": "white", "facecolor": "white", "framealpha": 0.85}
 
 
 def say(axes: Axes, text: str) -> None:

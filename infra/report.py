@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from infra.evaluation_config import Note
-from infra.findings import DataFigures, Row, headline, percent, warnings
+from infra.findings import DataFigures, Row, break_evens, headline, percent, warnings
 from infra.promotion import Promotion
 from infra.promotion_gate import Decision
 from infra.report_tables import (
@@ -126,11 +126,13 @@ def _how_to_read(rows: Sequence[Row]) -> str:
         return ""
     datasets = ", ".join(sorted({str(row["dataset"]) for row in rows}))
     temperatures = ", ".join(f"{value:g}" for value in sorted({row["temperature"] for row in rows}))
+    even = "; ".join(break_evens(rows))
+    until = f" By its point figures the speed-up falls through 1 {even}." if even else ""
     return (
         f"Data sets: {datasets}; temperature {temperatures}; {rows[0]['num_rounds']} rounds; 95 % intervals. "
         "Speed-up is the ratio to `none` in the same round; `no difference` where its interval includes 1. "
         "Acceptance length counts the verifier's own token, and only steps in which something was drafted (ngram "
-        "drafts only where the text repeats). All figures are in `results.parquet`."
+        f"drafts only where the text repeats). All figures are in `results.parquet` and `acceptance.parquet`.{until}"
     )
 
 

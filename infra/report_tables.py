@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from infra.agreement import FAULT, IDENTICAL, NEAR_TIES
 from infra.evaluation import BASELINE
-from infra.findings import Row, main_rows, percent, streams, ways
+from infra.findings import Row, groups_by_way, main_rows, percent, streams, ways
 from infra.plots import acceptance_by_position
 from infra.promotion import Promotion
 
@@ -72,16 +72,19 @@ def position_table(rows: Sequence[Row]) -> list[Line]:
 
 
 def group_table(rows: Sequence[Row], groups: Sequence[Row], group_by: str) -> list[Line]:
-    """Acceptance by context bin or by domain, every load by itself."""
+    """Acceptance by context bin or by domain, as `infra.findings.groups_by_way` chooses it."""
+    found = groups_by_way(rows, groups, group_by)
+    several = len({dataset for _, dataset in found}) > 1
     return [
-        _place(row, rows, ways_of=rows)
+        ({"data set": dataset} if several else {})
         | {
+            "method": way,
             group_by: str(row["group"]),
             "acceptance length": _interval(row, "acceptance_length", ".2f"),
             "drafts": f"{row['num_drafts']:,}",
         }
-        for row in groups
-        if row["group_by"] == group_by
+        for (way, dataset), chosen in found.items()
+        for row in chosen
     ]
 
 
@@ -104,10 +107,9 @@ def history_table(history: Sequence[Promotion]) -> list[Line]:
     ]
 
 
-def _place(row: Row, rows: Sequence[Row], ways_of: Sequence[Row] = ()) -> Line:
+def _place(row: Row, rows: Sequence[Row]) -> Line:
     """Where a row belongs, without what is the same in all."""
-    names = ways(ways_of or rows)
-    line = {}
+    names, line = ways(rows), {}
     if len({other["dataset"] for other in rows}) > 1:
         line["data set"] = str(row["dataset"])
     if len({other["temperature"] for other in rows}) > 1:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infra.findings import groups_by_way
 from infra.plots import (
     acceptance_by_position,
     acceptance_png,
     context_png,
-    context_series,
     history_png,
     speedup_png,
 )
@@ -65,7 +65,7 @@ def test_each_data_set_has_a_panel_of_its_own() -> None:
 def test_context_bins_are_those_of_the_coldest_and_longest_measurement_in_order() -> None:
     few = group_rows(concurrency=8, num_drafts=1)
     warm = group_rows(temperature=0.7, num_drafts=10**6)
-    ((way, found),) = context_series(ROWS, [*few, *group_rows()[::-1], *warm]).items()
+    ((way, found),) = groups_by_way(ROWS, [*few, *group_rows()[::-1], *warm], "context").items()
     assert way == ("eagle3", "questions")
     assert [row["group"] for row in found] == ["0-127", "128-255", "256-511", "512+"]
     assert {(row["concurrency"], row["temperature"]) for row in found} == {(1, 0.0)}
