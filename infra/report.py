@@ -132,7 +132,8 @@ def _how_to_read(rows: Sequence[Row]) -> str:
         f"Data sets: {datasets}; temperature {temperatures}; {rows[0]['num_rounds']} rounds; 95 % intervals. "
         "Speed-up is the ratio to `none` in the same round; `no difference` where its interval includes 1. "
         "Acceptance length counts the verifier's own token, and only steps in which something was drafted (ngram "
-        f"drafts only where the text repeats). All figures are in `results.parquet` and `acceptance.parquet`.{until}"
+        "drafts only where the text repeats). All figures are in `results.parquet` and `acceptance.parquet`."
+        + until
     )
 
 

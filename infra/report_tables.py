@@ -109,7 +109,8 @@ def history_table(history: Sequence[Promotion]) -> list[Line]:
 
 def _place(row: Row, rows: Sequence[Row]) -> Line:
     """Where a row belongs, without what is the same in all."""
-    names, line = ways(rows), {}
+    names = ways(rows)
+    line: Line = {}
     if len({other["dataset"] for other in rows}) > 1:
         line["data set"] = str(row["dataset"])
     if len({other["temperature"] for other in rows}) > 1:
