@@ -98,7 +98,7 @@ def report_markdown(report: Report) -> str:
         _section("Acceptance by position", markdown_table(position_table(rows))),
         _plot("Drafts accepted through each position", ACCEPTANCE_PLOT),
         _section("Acceptance by context length", markdown_table(group_table(rows, report.groups, "context"))),
-        _plot("Acceptance by length of the context", CONTEXT_PLOT) if report.groups else "",
+        _plot("Acceptance by length of the context", CONTEXT_PLOT),
         _section("Acceptance by domain", markdown_table(group_table(rows, report.groups, "domain"))),
         _section("Same answers as without a draft", _losslessness(rows)),
         _section("Training", _bullets(_training_lines(report.data))),

@@ -72,6 +72,15 @@ def test_the_run_ends_with_one_line_and_a_report(finished: Finished) -> None:
     assert all(plot.name in text for plot in plots)
 
 
+def test_a_draft_of_a_dozen_steps_is_not_promoted_and_the_reports_say_why(finished: Finished) -> None:
+    said = finished.run.stdout.splitlines()[-2]
+    assert said.startswith("Not promoted: acceptance length 1.")
+    report = (finished.folder("evaluations") / "report.md").read_text()
+    assert f"**Not promoted:** {said.removeprefix('Not promoted: ')}" in report
+    assert all(f"**{said}**" in path.read_text() for path in (finished.root / "runs").glob("*.md"))
+    assert not (finished.root / "speculators").exists()
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_keeps_the_contract(finished: Finished, stage: str) -> None:
     folder = finished.folder(stage)
