@@ -47,17 +47,17 @@ def exported(root: str, verifier: str = VERIFIER, **vllm: Any) -> str:
         manifest.commit_shard(stage, shard, files[shard.extra["file"]], rows=0, status_counts={}, inputs={})
     for run_id, started_at, flags in (("old", "2026-01-01", {"dtype": "float16"}), ("new", "2026-01-02", vllm)):
         said = {
-            "run_id": run_id,
+            "run_id": f"{run_id}-{stage.key}",
             "started_at": started_at,
             "keys": {"drafts": stage.key},
             "config": {"vllm": flags, "verifier": {"model": verifier, "trust_remote_code": True}},
         }
-        storage.put(storage.join(root, "runs", f"{run_id}.json"), json.dumps(said).encode())
+        storage.put(storage.join(root, "runs", f"{run_id}-{stage.key}.json"), json.dumps(said).encode())
     return stage.key
 
 
 def made_promoted(root: str, draft: str, verifier: str = VERIFIER) -> None:
-    assert promote(root, verifier, measured(draft), draft, PromoteConfig(), entry(draft, "new")).moved
+    assert promote(root, verifier, measured(draft), draft, PromoteConfig(), entry(draft, f"new-{draft}")).moved
 
 
 def test_the_promoted_speculator_is_served_as_its_run_served_it(tmp_path: Path) -> None:
