@@ -240,7 +240,7 @@ def vllm_config(vllm: VllmConfig, way: Way, share: int) -> VllmConfig:
     plain = vllm.without_prefix_caching()
     return plain.model_copy(
         update={
-            "extra_args": [*plain.extra_args, *request_metrics_flags(way)],
+            "extra_args": [*plain.extra_args, *request_metrics_flags(way, vllm_version(vllm))],
             "gpu_memory_utilization": round(vllm.gpu_memory_utilization / share, 3),
         }
     )

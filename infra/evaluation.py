@@ -8,6 +8,7 @@ measurements into rows and intervals. This module starts no server and knows no 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ WARMUP_MAX_TOKENS = 32
 COUNTER_READS = 50
 COUNTER_INTERVAL_SECONDS = 0.1
 MAX_BEYOND_SHARE = 0.05
+TELLS_REQUESTS = (0, 32)
 
 
 def speculative_config(way: Way, config: EvaluateConfig, draft_path: str | None = None) -> dict[str, Any] | None:
@@ -49,11 +51,17 @@ def speculative_config(way: Way, config: EvaluateConfig, draft_path: str | None 
     return {**shared, "model": draft_path}
 
 
-def request_metrics_flags(way: Way) -> list[str]:
+def request_metrics_flags(way: Way, version: str) -> list[str]:
     """Flags by which vLLM says of each answer when its tokens came and what became of each draft.
 
     Its counters on /metrics are of the whole server, so they know neither contexts nor domains.
+
+    Args:
+        version: of vLLM; none for one that is older than those that are known to have the flags.
     """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) < TELLS_REQUESTS:
+        return []
     each_step = [] if way.method == BASELINE else ["--per-request-spec-decode-metrics=detailed"]
     return ["--enable-per-request-metrics", *each_step]
 

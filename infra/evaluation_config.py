@@ -104,9 +104,10 @@ class EvaluateConfig(Config):
     context_bins: Annotated[tuple[PositiveInt, ...], CONTENT] = tuple(128 * 2**power for power in range(11))
     """Where one bin of context length (tokens before the drafted ones) ends and the next begins."""
 
-    tie_nats: Annotated[float, CONTENT, Field(gt=0)] = 0.5
+    tie_nats: Annotated[float, CONTENT, Field(gt=0)] = 1.0
     """Greedy answers may part where the two tokens are no further apart than this: two choices that nearly tie are
-    rounded one way or the other in bf16. Verifiers of few bits may need more."""
+    rounded one way or the other in bf16, by a few of its steps (0.125 to 0.5 for logits of 16 to 128) at the
+    unluckiest of thousands of tokens. A broken speculation gives tokens that are whole nats away."""
 
     servers: Annotated[Literal["auto", "together", "in_turn"], CONTENT] = "auto"
     """`together`: all servers stand side by side and the rounds are interleaved, so that they must fit in memory

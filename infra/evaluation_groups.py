@@ -175,7 +175,7 @@ def _figures(group: _Group, steps: Sequence[_Step], draws: Counts) -> Row:
     prompts = np.array([step.prompt for step in steps])
     accepted = np.bincount(prompts, [step.accepted for step in steps], minlength=draws.shape[1])
     drafts = np.bincount(prompts, minlength=draws.shape[1])
-    interval = ratio_interval(accepted.astype(np.int64), drafts, draws)
+    interval = ratio_interval(accepted.astype(np.int64), drafts, draws, most=len(accepted_per_position))
     return {
         **dataclasses.asdict(group),
         "num_requests": len({(step.prompt, step.round_index) for step in steps}),

@@ -240,9 +240,9 @@ def _acceptance_intervals(rounds: Sequence[Measurement], num_positions: int) -> 
     if num_positions and all(tells_all(measurement) for measurement in rounds):
         drafts, drafted, accepted = accepted_by_prompt(rounds, num_positions)
         draws = prompt_draws(len(drafts), generator())
-        length = ratio_interval(accepted.sum(axis=1), drafts, draws)
-        rate = ratio_interval(accepted.sum(axis=1), drafted, draws)
-        found = [ratio_interval(accepted[:, place], drafts, draws) for place in range(num_positions)]
+        length = ratio_interval(accepted.sum(axis=1), drafts, draws, most=num_positions)
+        rate = ratio_interval(accepted.sum(axis=1), drafted, draws, most=1.0)
+        found = [ratio_interval(accepted[:, place], drafts, draws, most=1.0) for place in range(num_positions)]
         positions = [interval for interval in found if interval is not None]
     return {
         "acceptance_length_low": None if length is None else 1.0 + length[0],

@@ -46,12 +46,15 @@ def log_interval(point: float, spread: Floats) -> Interval:
     return point * math.exp(min(float(low), 0.0)), point * math.exp(max(float(high), 0.0))
 
 
-def ratio_interval(numerators: Counts, denominators: Counts, draws: Counts) -> Interval | None:
+def ratio_interval(
+    numerators: Counts, denominators: Counts, draws: Counts, most: float = math.inf
+) -> Interval | None:
     """The interval of a ratio of two sums over prompts, such as accepted tokens over drafts.
 
     Args:
         numerators, denominators: [num_prompts].
         draws: of `prompt_draws`.
+        most: the highest that the ratio can be; the lowest is 0.
 
     Returns:
         None where fewer than two prompts have a denominator.
@@ -65,7 +68,7 @@ def ratio_interval(numerators: Counts, denominators: Counts, draws: Counts) -> I
     # Resampling n prompts understates their variance by (n - 1) / n.
     spread = (ratios - point) * math.sqrt(num_prompts / (num_prompts - 1))
     low, high = np.quantile(point + spread, _TAILS)
-    return min(float(low), float(point)), max(float(high), float(point))
+    return max(min(float(low), float(point)), 0.0), min(max(float(high), float(point)), most)
 
 
 def quantile_interval(

@@ -103,8 +103,6 @@ def parse_counters(text: str) -> SpeculationCounters:
     counts: dict[str, Counter[str]] = {}
     positions: dict[str, Counter[int]] = {}
     for name, labels, value in _samples(text, "vllm:spec_decode_"):
-        if not name.endswith("_total"):
-            continue
         found = _ENGINE.search(labels)
         engine = found[1] if found else ""
         counts.setdefault(engine, Counter())[name.removeprefix("vllm:spec_decode_")] += round(value)

@@ -93,8 +93,9 @@ def test_speculative_config_of_each_method() -> None:
 
 
 def test_vllm_takes_the_flag_about_steps_only_where_it_speculates() -> None:
-    assert request_metrics_flags(Way("none")) == ["--enable-per-request-metrics"]
-    assert "--per-request-spec-decode-metrics=detailed" in request_metrics_flags(Way("ngram", 3))
+    assert request_metrics_flags(Way("none"), "0.32.0") == ["--enable-per-request-metrics"]
+    assert "--per-request-spec-decode-metrics=detailed" in request_metrics_flags(Way("ngram", 3), "1.0.1rc2")
+    assert request_metrics_flags(Way("ngram", 3), "0.24.0") == request_metrics_flags(Way("none"), "dev") == []
 
 
 def test_every_draft_has_a_server_for_each_k_and_the_baseline_one() -> None:

@@ -81,8 +81,17 @@ def test_groups_hold_every_draft_once_under_its_context_and_once_under_its_domai
 
 
 def test_without_known_places_there_are_domains_only() -> None:
-    rows = group_rows([measured(request("a", 5, (3, 0, 1), tokens=40))], HEAD, CONFIG)
+    unknown = request("a", 5, (3, 0, 1), tokens=40)
+    rows = group_rows([measured(unknown)], HEAD, CONFIG)
     assert [row["group_by"] for row in rows] == ["domain"]
+    known = request("b", 5, (3, 0, 1))
+    rows = group_rows([measured(unknown, known)], HEAD, CONFIG)
+    assert [row["group_by"] for row in rows] == ["domain"], "half of the drafts would be a choice of their own"
+    many = [request(f"c{i}", 5, (3, 0, 1)) for i in range(30)]
+    assert {row["group_by"] for row in group_rows([measured(unknown, *many)], HEAD, CONFIG)} == {
+        "context",
+        "domain",
+    }
 
 
 def test_requests_must_sum_to_the_servers_counters() -> None:

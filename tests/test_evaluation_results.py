@@ -91,6 +91,7 @@ def test_every_figure_has_an_interval_from_what_vllm_says_of_each_request() -> N
         strict=True,
     ):
         assert low < rate < high
+    assert eagle3["acceptance_rate_per_position_high"][1] < eagle3["acceptance_rate_per_position_high"][0]
     assert eagle3["ttft_seconds_median"] == pytest.approx(0.2)
     assert eagle3["ttft_seconds_p95"] == pytest.approx(0.3)
     assert eagle3["ttft_seconds_median_low"] <= 0.2 <= eagle3["ttft_seconds_median_high"]

@@ -27,6 +27,13 @@ def test_prompts_that_drafted_nothing_tell_nothing() -> None:
     assert interval[0] < 3 / 8 < interval[1]
 
 
+def test_an_interval_keeps_to_what_the_ratio_can_be() -> None:
+    draws = prompt_draws(2, generator())
+    low, high = ratio_interval(np.array([0, 9]), np.array([10, 10]), draws, most=1.0) or (None, None)
+    assert (low, high) == (0.0, 1.0)
+    assert (ratio_interval(np.array([0, 9]), np.array([10, 10]), draws) or (0, 0))[1] > 1.0
+
+
 def test_alike_prompts_leave_no_doubt() -> None:
     interval = ratio_interval(np.full(8, 3), np.full(8, 10), prompt_draws(8, generator()))
     assert interval == pytest.approx((0.3, 0.3))

@@ -53,6 +53,11 @@ def test_the_table_of_methods_loads_and_datasets(finished: Finished, commands: C
         assert row["losslessness"] in (IDENTICAL, NEAR_TIES), row
         if row["label"] != "none" and row["num_drafts"]:
             assert abs(row["acceptance_length"] - 1 - sum(row["acceptance_rate_per_position"])) < 1e-9
+    alone = {row["label"]: row for row in rows if row["concurrency"] == 1 and row["dataset"] == "questions"}
+    same = ("num_drafts", "accepted_per_position", "output_tokens")
+    ours, copy = alone["eagle3"], alone["eagle3 their-draft"]
+    assert [ours[name] for name in same] == [copy[name] for name in same], "the same weights under another name"
+    assert ours["draft"] != copy["draft"]
     groups = pq.read_table(evaluation / "acceptance.parquet").to_pylist()
     for row in groups:
         assert abs(row["acceptance_length"] - 1 - sum(row["acceptance_rate_per_position"])) < 1e-9
