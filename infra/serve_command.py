@@ -22,6 +22,8 @@ from infra.verifier import VerifierConfig, tokenizer_origin, verifier_name
 from infra.vllm_config import VllmConfig, server_flags
 
 _EXPORT = re.compile(r"(?:(?P<root>.+)/)?drafts/(?P<key>[0-9a-f]{16})(?:/export)?")
+# As the pipeline's own servers are started: the `vllm` command fails where the CPU build is installed (vLLM 0.32).
+SERVER = ("python", "-m", "vllm.entrypoints.openai.api_server")
 
 
 @dataclass(frozen=True)
@@ -69,10 +71,10 @@ def serve_command(uri: str, verifier: str | None = None) -> ServeCommand:
     revision = exported["speculators_config"]["verifier"]["revision"]
     place, commit = tokenizer_origin(model.model_copy(update={"revision": revision}))
     pinned = () if commit is None else ("--revision", commit)
-    _, _, *flags = server_flags(vllm, model_path=place, trust_remote_code=model.trust_remote_code)
+    flags = server_flags(vllm, model_path=place, trust_remote_code=model.trust_remote_code)
     speculation = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": tokens}
     named = ("--served-model-name", verifier_name(model), "--speculative-config", json.dumps(speculation))
-    return ServeCommand(draft, vllm.environment, ("vllm", "serve", place, *pinned, *flags, *named))
+    return ServeCommand(draft, vllm.environment, (*SERVER, *flags, *pinned, *named))
 
 
 def _promoted(root: str, verifier: str | None) -> Promotion:

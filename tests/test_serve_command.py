@@ -67,13 +67,13 @@ def test_the_promoted_speculator_is_served_as_its_run_served_it(tmp_path: Path) 
     command = serve_command(root)
     folder = f"{root}/drafts/{draft}/export"
     speculation = {"method": "eagle3", "model": folder, "num_speculative_tokens": 3}
-    variables, line = str(command).split(" vllm serve ")
+    variables, line = str(command).split(" python -m vllm.entrypoints.openai.api_server ")
     assert shlex.split(variables) == ["CUDA_VISIBLE_DEVICES=0,1", "NOTE=two words"]
     assert shlex.split(line) == [
-        *(VERIFIER, "--revision", COMMIT, "--dtype", "auto", "--tensor-parallel-size", "2"),
+        *("--model", VERIFIER, "--dtype", "auto", "--tensor-parallel-size", "2"),
         *("--gpu-memory-utilization", "0.9", "--reasoning-parser", "qwen3", "--trust-remote-code"),
         *("--override-generation-config", '{"top_p": 1.0}', "--enable-auto-tool-choice"),
-        *("--tool-call-parser", "hermes", "--served-model-name", VERIFIER),
+        *("--tool-call-parser", "hermes", "--revision", COMMIT, "--served-model-name", VERIFIER),
         *("--speculative-config", json.dumps(speculation)),
     ]
 
@@ -128,4 +128,4 @@ def test_the_command_loads_no_prefect(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", code, f"{tmp_path}/drafts/{draft}/export", "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120, cwd=project_home())
     assert done.stderr.splitlines()[-1] == "0, prefect imported: False"
-    assert json.loads(done.stdout)["arguments"][:3] == ["vllm", "serve", VERIFIER]
+    assert json.loads(done.stdout)["arguments"][3:5] == ["--model", VERIFIER]
