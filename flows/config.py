@@ -14,11 +14,12 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from infra.config import Config
 from infra.errors import InputError
-from infra.evaluation import EvaluateConfig
+from infra.evaluation_config import PROMOTED, EvaluateConfig
 from infra.extraction import ExtractConfig
 from infra.gpu_sets import check_set_sizes
 from infra.inference import GenerateConfig
 from infra.interchange_import import ImportConfig
+from infra.promotion_gate import PromoteConfig
 from infra.prompts import PromptsConfig
 from infra.training.config import TrainConfig
 from infra.verifier import VerifierConfig
@@ -51,6 +52,8 @@ class PipelineConfig(Config):
     """How the draft is trained."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """How the speculator is measured against no speculation and n-gram."""
+    promote: PromoteConfig | None = None
+    """What a draft must show to be promoted; without this section none is. In no stage's key."""
     max_idle_attempts: int = Field(default=5, ge=1)
     """A deployment's run that dies is started again by itself; after this many attempts in a row that committed
     nothing new it fails instead."""
@@ -91,6 +94,21 @@ class PipelineConfig(Config):
                     f"{section}.max_tokens: {limit} leaves no room for a prompt in vllm.max_model_len "
                     f"{longest}; lower the one or raise the other"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _gate_is_measured(self) -> Self:
+        missing = set(self.promote.min_speedup if self.promote else ()) - set(self.evaluate.concurrency)
+        if missing:
+            raise ValueError(
+                f"promote.min_speedup: {min(missing)} requests in flight are not measured; add them to "
+                "evaluate.concurrency, or leave them out"
+            )
+        if self.promote and self.promote.not_worse_than == PROMOTED and PROMOTED not in self.evaluate.drafts:
+            raise ValueError(
+                "promote.not_worse_than: `promoted` must be measured to be compared with; add it to "
+                "evaluate.drafts, or set not_worse_than to null"
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,12 +8,14 @@ from typing import Any
 from flows.config import PipelineConfig
 from flows.generate import planned_salvage
 from flows.interchange import import_costs
-from flows.resolve import resolve
+from flows.resolve import measured_drafts, resolve
 from infra import manifest, storage
+from infra.evaluation_config import samplings, ways
 from infra.extraction_budget import EXPECTED_RATIO, Budget, Measured, raw_bytes_per_token, readable, room_said
 from infra.extraction_config import resolve_layer_ids
 from infra.manifest import StageRef, StageState
 from infra.prompts import load_prompts
+from infra.provenance import hardware
 from infra.schemas import STATUS_FAILED
 from infra.start_draft import START
 from infra.verifier import resolve_shape
@@ -72,7 +74,7 @@ def _costs(
     requests = samples if salvage is None else salvage.redone.total()
     kept = "" if salvage is None else f"; {salvage}"
     longest = config.generate.max_tokens
-    measured = sum(config.evaluate.num_prompts) * config.evaluate.rounds * len(config.evaluate.methods)
+    measured = sum(config.evaluate.num_prompts) * config.evaluate.rounds * _series(config, stages["drafts"].key)
     steps = config.train.num_steps
     revision = stages["drafts"].content["revisions"].get(START)
     start = "" if revision is None else f", from train.init_from.revision={revision}"
@@ -86,6 +88,14 @@ def _costs(
         "evaluations": lambda: f"{measured} requests of at most {config.evaluate.max_tokens} tokens",
         **import_costs(config),
     }
+
+
+def _series(config: PipelineConfig, new_key: str) -> int:
+    """How many ways of decoding are measured, times samplings, times data sets."""
+    every = ways(config.evaluate, measured_drafts(config, new_key))
+    sampled, _ = samplings(config.evaluate, config.generate, wrong_above_zero=not hardware()["gpus"])
+    heldout = len(config.prompts.sources) if config.evaluate.by_dataset else 1
+    return len(every) * len(sampled) * (heldout * config.evaluate.heldout + len(config.evaluate.sources))
 
 
 def _state_costs(config: PipelineConfig, stage: StageRef, state: StageState, new_tokens: int) -> str:
