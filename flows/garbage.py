@@ -13,7 +13,7 @@ from flows.config import PipelineConfig
 from flows.credentials import use_credentials
 from flows.gc import is_root
 from flows.plain_errors import show_plain_errors
-from infra.garbage import remove, survey
+from infra.garbage import Item, remove, survey
 
 
 @flow(name="gc", flow_run_name="gc {config.root}")
@@ -30,7 +30,10 @@ async def gc(config: PipelineConfig, delete: bool = False, complete_stages: bool
     if not await asyncio.to_thread(is_root, config.root):
         return _ended("Empty", f"{config.root} holds no stage and no run", items=0, size_bytes=0, deleted=0)
     found = await asyncio.to_thread(survey, config.root, complete_stages=complete_stages)
-    gone = await asyncio.to_thread(remove, config.root, found, complete_stages=complete_stages) if delete else []
+    gone: list[Item] = []
+    if delete:
+        removed = remove(config.root, found, complete_stages=complete_stages)
+        gone = await asyncio.to_thread(list, removed)
     rows = [{"where": item.where, "reason": item.reason, "size_bytes": item.size_bytes} for item in found.items]
     notes = "\n".join(f"- {note}" for note in found.notes)
     await acreate_table_artifact(rows, key="garbage", description=f"Garbage of {config.root}\n\n{notes}")

@@ -137,7 +137,11 @@ class Stack:
             end_stale(self.token)
             port = self.port or _free_port(USUAL_PORT if self.port is None else 0)
             auth = os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or f"draftsmith:{secrets.token_hex(16)}"
-            state = {"pid": os.getpid(), "started": guard.process_start(os.getpid()), "ready": False}
+            state: dict[str, Any] = {
+                "pid": os.getpid(),
+                "started": guard.process_start(os.getpid()),
+                "ready": False,
+            }
             state |= {"url": f"http://{HOST}:{port}/api", "auth_string": auth}
             self._write(state)
             variables = self._variables(state)

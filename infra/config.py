@@ -56,6 +56,9 @@ class Config(BaseModel):
             field["position"] = position  # PostgreSQL's jsonb forgets the order
             default = field.pop("default", None)
             field["title"] = field_title(name)
+            if field.get("type") == "boolean":
+                field.pop("type")
+                field["enum"] = [True, False]  # of this type, the older pages send an untouched field as false
             if default is not None and not isinstance(default, dict):
                 told = f"Default: {json.dumps(default, ensure_ascii=False)}."
                 field["description"] = f"{field.get('description', '')} {told}".strip()

@@ -78,7 +78,13 @@ def test_each_deployment_is_given_what_its_form_and_the_config_take() -> None:
 
 
 def test_a_wrong_value_is_refused_before_there_is_a_run() -> None:
-    for wrong in ({"train": {"loss": "nothing"}}, {"profile": "nobody"}, {"train": {"steps": 3}}, {"train": 3}):
+    for wrong in (
+        {"train": {"loss": "nothing"}},
+        {"train": {"fc_norm": 1}},
+        {"profile": "nobody"},
+        {"train": {"steps": 3}},
+        {"train": 3},
+    ):
         with pytest.raises(jsonschema.ValidationError):
             FORM.validate({"config": wrong})
 
@@ -91,6 +97,7 @@ def test_every_field_of_the_form_has_a_title_and_a_description_and_none_fills_it
         for title, field in section["properties"].items():
             assert field["title"] == field_title(title)
             assert "default" not in field, f"{name}.{title} would overrule the profile"
+            assert field.get("type") != "boolean", f"{name}.{title} would be sent as false by the older pages"
             assert field.get("description") or "$ref" in field, f"{name}.{title} says nothing"
     train = SCHEMA["definitions"]["TrainConfig"]["properties"]
     assert train["optimizer"]["enum"] == ["adamw", "muon"]

@@ -10,7 +10,6 @@ from uuid import uuid4
 
 import pytest
 
-from flows.config import PipelineConfig
 from flows.watch import CHANGED
 from tests.e2e.prefect_stack import PrefectStack
 from tests.watched import config_of, write_model
@@ -133,38 +132,3 @@ def test_an_event_starts_one_run_for_a_change_however_often_it_comes(watched: Wa
     print(f"looks={watched.looks()} pipeline_runs={len(watched.pipeline_runs())} events={len(watched.changes())}")
     assert "Started" in watched.looks()[2:]
     watched.check_one_run_for_each(first, watched.revision())
-
-
-def test_deploying_everything_again_leaves_the_same_deployments(prefect_stack: PrefectStack) -> None:
-    client = prefect_stack.client
-
-    def ids() -> dict[str, Any]:
-        return {str(found.id): (found.name, found.parameters) for found in client.read_deployments()}
-
-    def schedules() -> list[tuple[str, bool]]:
-        found = [schedule for one in client.read_deployments() for schedule in one.schedules]
-        return sorted((str(schedule.slug), schedule.active) for schedule in found)
-
-    before, automations = ids(), sorted(one.name for one in client.read_automations())
-    watch = client.read_deployment_by_name("watch/watch")
-    hourly = next(schedule for schedule in watch.schedules if schedule.slug == "hourly")
-    client._client.patch(
-        f"/deployments/{watch.id}/schedules/{hourly.id}", json={"active": False}
-    ).raise_for_status()
-    prefect_stack.deploy_again()
-    assert ids() == before
-    assert schedules() == [("hourly", False), ("weekly", True)], "what was paused in the UI stays paused"
-    assert sorted(one.name for one in client.read_automations()) == automations
-
-
-def test_a_partial_change_is_all_that_a_run_is_given(prefect_stack: PrefectStack) -> None:
-    client = prefect_stack.client
-    smoke = client.read_deployment_by_name("speculator-pipeline/smoke")
-    changed = {"config": {"profile": "smoke", "train": {"num_steps": 7}}}
-    run = client.create_flow_run_from_deployment(smoke.id, parameters=changed)
-    config = PipelineConfig.model_validate(client.read_flow_run(run.id).parameters["config"])
-    assert (config.train.num_steps, config.train.warmup_steps) == (7, 30)
-    client.delete_flow_run(run.id)
-    wrong = {"config": {"profile": "smoke", "train": {"optimizer": "none"}}}
-    with pytest.raises(Exception, match=r"409|optimizer"):
-        client.create_flow_run_from_deployment(smoke.id, parameters=wrong)
