@@ -101,7 +101,8 @@ class Stack:
     def _start_serving(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "flows.stack", "serve", "--folder", str(self.folder)]
         command += ["--port", str(self.port)] if self.port is not None else []
-        quiet: Any = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        environment = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+        quiet: Any = {"env": environment, "stdin": subprocess.DEVNULL, "start_new_session": True}
         with self.log.open("ab") as log:
             return subprocess.Popen(command, cwd=project_home(), stdout=log, stderr=log, **quiet)
 
@@ -315,8 +316,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, help="of the Prefect server")
     parser.add_argument("--keep-data", action="store_true", help="down: keep history and objects for the next `up`")
     options = parser.parse_args(arguments)
-    for name in FOREIGN:
-        os.environ.pop(name, None)
     stack = Stack(options.folder, options.port)
     try:
         match options.command:
