@@ -27,7 +27,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infra import guard
 from infra.errors import DraftsmithError, InfrastructureError, InputError
@@ -37,16 +37,14 @@ from infra.locations import cache_folder, project_home
 from infra.logs import log_tail
 from infra.processes import GuardedProcess, end_stale, process_token
 
-if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
-
 logger = logging.getLogger("draftsmith.stack")
 
 HOST, USUAL_PORT = "127.0.0.1", 4200
 START_SECONDS = 600.0
 END_SECONDS = 120.0
 STATE = "stack.json"
-POOLS = {"gpu-pool": 1, "light-pool": 4}  # runs that this machine's worker of a pool executes at once
+# Runs that this machine's worker of a pool executes at once.
+POOLS = {"gpu-pool": 1, "light-pool": 4}
 BLOCK = "draftsmith-s3"
 # They would make the stack's own programs speak to another server, or as somebody else.
 FOREIGN = ("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_PROFILE")
@@ -160,6 +158,8 @@ class Stack:
             _wait_until_healthy(state["url"], server, self.folder / "server.log")
             self._register(variables, s3)
             workers = {pool: parts.enter_context(self._start_worker(pool, variables)) for pool in POOLS}
+            for pool, worker in workers.items():
+                self._wait_until_known(pool, worker)
             self._write(state | {"ready": True, "database": database, "s3_root": s3.root, "workers": list(workers)})
             running = {"the Prefect server": server, "the S3 server": s3}
             running |= {f"the worker of {pool}": worker for pool, worker in workers.items()}
@@ -187,16 +187,29 @@ class Stack:
         log = self.folder / f"worker-{pool}.log"
         return GuardedProcess.start(argv, token=self.token, log_path=log, env=env)
 
+    def _wait_until_known(self, pool: str, worker: GuardedProcess) -> None:
+        """Return when the server has heard of the pool's worker."""
+        from prefect.client.orchestration import get_client
+
+        deadline = time.monotonic() + START_SECONDS
+        with get_client(sync_client=True) as client:
+            while not client.read_workers_for_work_pool(pool):
+                if worker.poll() is not None or time.monotonic() > deadline:
+                    told = " | ".join(log_tail(self.folder / f"worker-{pool}.log"))
+                    raise InfrastructureError(f"the worker of {pool} did not start: {told}")
+                time.sleep(0.5)
+
     def _register(self, variables: Mapping[str, str], s3: LocalS3) -> None:
         """Work pools, the block of the S3 server's keys, automations and deployments; all may be there already."""
         os.environ.update(variables)
         from prefect.client.orchestration import get_client
 
         from flows.automations import install
+        from flows.registration import deploy_all, make_pools, save_block
 
         with get_client(sync_client=True) as client:
-            make_pools(client)
-        save_block(s3)
+            make_pools(client, POOLS)
+        save_block(BLOCK, s3.environment)
         deploy_all(variables)
         for automation in install():
             logger.info("automation %s: %s", automation["name"], automation["done"])
@@ -210,60 +223,6 @@ class Stack:
 
     def _write(self, state: Mapping[str, Any]) -> None:
         _write_private(self.folder / STATE, json.dumps(state))
-
-
-def make_pools(client: SyncPrefectClient) -> None:
-    """Make the work pools that prefect.yaml names, where they are not there."""
-    from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.exceptions import ObjectNotFound
-    from prefect.workers.process import ProcessWorker
-
-    for name in POOLS:
-        try:
-            client.read_work_pool(name)
-        except ObjectNotFound:
-            template = ProcessWorker.get_default_base_job_template()
-            client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=template))
-
-
-def save_block(s3: LocalS3) -> None:
-    """Keep the keys of an S3 server in the Prefect block that `credentials_block: draftsmith-s3` names."""
-    from prefect_aws import AwsClientParameters, AwsCredentials
-    from pydantic import SecretStr
-
-    given = s3.environment
-    block = AwsCredentials(
-        aws_access_key_id=given["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=SecretStr(given["AWS_SECRET_ACCESS_KEY"]),
-        region_name=given["AWS_DEFAULT_REGION"],
-        aws_client_parameters=AwsClientParameters(endpoint_url=given["AWS_ENDPOINT_URL"]),
-    )
-    block.save(BLOCK, overwrite=True)
-
-
-def deploy_all(variables: Mapping[str, str]) -> None:
-    """Register every deployment of prefect.yaml, without DRAFTSMITH_HOME: each worker fills in its own.
-
-    Args:
-        variables: that name the server.
-
-    Raises:
-        InfrastructureError: Prefect refused one.
-    """
-    environment = {**os.environ, **variables}
-    environment.pop("DRAFTSMITH_HOME", None)
-    argv = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-    done = subprocess.run(
-        argv,
-        env=environment,
-        cwd=project_home(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise InfrastructureError(f"`prefect deploy --all` failed: {(done.stdout + done.stderr)[-2000:]}")
 
 
 def _write_private(path: Path, text: str) -> None:

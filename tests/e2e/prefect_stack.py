@@ -32,7 +32,8 @@ from prefect.states import Cancelling
 
 from flows.automations import install
 from flows.config import PipelineConfig
-from flows.stack import deploy_all, make_pools
+from flows.registration import deploy_all, make_pools
+from flows.stack import POOLS
 from infra import guard
 from infra.locations import project_home
 from infra.processes import GuardedProcess, descendants, process_token
@@ -270,7 +271,7 @@ class PrefectStack:
         return self.client.read_global_concurrency_limit_by_name(limit_name).active_slots
 
     def _register(self) -> None:
-        make_pools(self.client)
+        make_pools(self.client, POOLS)
         self.deploy_again()
         self.install_automations()
 
