@@ -60,10 +60,9 @@ def _as_drop_down(schema: dict[str, Any]) -> None:
 
 
 class PipelineConfig(Config):
-    """Everything one pipeline run needs: a profile, and what differs from it. What is left empty is as it says.
+    """Everything one pipeline run needs: a profile, and what differs from it. What is left empty is as it says."""
 
-    Stages' keys are made of the content fields of these sections.
-    """
+    # Stages' keys are made of the content fields of these sections.
 
     profile: str | None = Field(default=None, exclude_if=_is_none, json_schema_extra=_as_drop_down)
     """A config in deployments/, by its name without `.yaml`: every field that is not given here is as it says."""
