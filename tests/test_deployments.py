@@ -48,6 +48,14 @@ def test_an_unknown_profile_is_refused_by_name(name: str) -> None:
         given(profile=name)
 
 
+def test_a_profile_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deployments").mkdir()
+    (tmp_path / "deployments" / "ring.yaml").write_text("profile: ring\n")
+    monkeypatch.setenv("DRAFTSMITH_HOME", str(tmp_path))
+    with pytest.raises(InputError, match="must stand alone"):
+        given(profile="ring")
+
+
 def test_a_config_that_is_sent_on_in_full_stays_what_it_is() -> None:
     """Even where the profile has what was taken out of the config."""
     config = given(train={"num_steps": None}, vllm={"environment": {}})
