@@ -19,6 +19,7 @@ from infra.extraction import ExtractConfig
 from infra.gpu_sets import check_set_sizes
 from infra.inference import GenerateConfig
 from infra.interchange_import import ImportConfig
+from infra.locations import project_home
 from infra.promotion_gate import PromoteConfig
 from infra.prompts import PromptsConfig
 from infra.training.config import TrainConfig
@@ -27,9 +28,45 @@ from infra.vllm_server import VllmConfig
 from infra.vocab import VocabConfig
 
 
-class PipelineConfig(Config):
-    """Everything one pipeline run needs. Stages' keys are made of the content fields of these sections."""
+def profile_names() -> list[str]:
+    """Names of the configs in deployments/ that are there to be chosen."""
+    return sorted(path.stem for path in profile_folder().glob("*.yaml"))
 
+
+def profile_folder() -> Path:
+    return project_home() / "deployments"
+
+
+def profile_tree(name: str) -> dict[str, Any]:
+    """The fields of a profile, as its file gives them.
+
+    Raises:
+        InputError: there is no such profile, or its file is not a config.
+    """
+    if name not in (known := profile_names()):
+        raise InputError("profile", f"there is no profile {name!r}; known are {', '.join(known)}")
+    tree = _read_yaml(str(profile_folder() / f"{name}.yaml"))
+    if "profile" in tree:
+        raise InputError("profile", f"{name}.yaml names a profile itself; a profile must stand alone")
+    return tree
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+def _as_drop_down(schema: dict[str, Any]) -> None:
+    schema.pop("anyOf", None)
+    schema.update(type="string", enum=profile_names())
+
+
+class PipelineConfig(Config):
+    """Everything one pipeline run needs: a profile, and what differs from it. What is left empty is as it says."""
+
+    # Stages' keys are made of the content fields of these sections.
+
+    profile: str | None = Field(default=None, exclude_if=_is_none, json_schema_extra=_as_drop_down)
+    """A config in deployments/, by its name without `.yaml`: every field that is not given here is as it says."""
     root: str = Field(min_length=1)
     """Where the artifacts live: a folder, or s3://bucket/prefix."""
     credentials_block: str | None = Field(default=None, min_length=1)
@@ -57,6 +94,13 @@ class PipelineConfig(Config):
     max_idle_attempts: int = Field(default=5, ge=1)
     """A deployment's run that dies is started again by itself; after this many attempts in a row that committed
     nothing new it fails instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on_top_of_profile(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("profile") is None:
+            return given
+        return _laid_over(cls, profile_tree(str(given["profile"])), given)
 
     @field_validator("root")
     @classmethod
@@ -175,6 +219,18 @@ def _config_class(annotation: Any) -> Any:
         if (found := _config_class(argument)) is not None:
             return found
     return None
+
+
+def _laid_over(model: Any, below: dict[str, Any], given: Any) -> dict[str, Any]:
+    """`given` on top of `below`: sections are merged, any other value (a list, a mapping of names) is replaced."""
+    merged = dict(below)
+    for name, value in given.items():
+        field, under = model.model_fields.get(name), below.get(name)
+        section = _config_class(field.annotation) if field else None
+        if section is not None and isinstance(value, dict) and isinstance(under, dict):
+            value = _laid_over(section, under, value)
+        merged[name] = value
+    return merged
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

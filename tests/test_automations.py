@@ -12,6 +12,7 @@ from prefect.events.schemas.automations import AutomationCore
 
 from flows.automations import install
 from flows.cli import EXIT_FAILED, EXIT_WRONG_INPUT, main
+from flows.config import profile_names
 from infra.errors import InputError
 from infra.locations import project_home
 
@@ -35,8 +36,8 @@ def test_a_healthy_run_beats_three_times_before_it_would_be_crashed() -> None:
 
 
 def test_every_stage_and_the_pipeline_is_watched_and_put_back() -> None:
-    names = {"pipeline", "prompts", "generate", "extract", "vocab", "train", "evaluate"}
-    assert {deployment["name"] for deployment in deployments()} == names
+    stages = {"prompts", "generate", "extract", "vocab", "train", "evaluate"}
+    assert {deployment["name"] for deployment in deployments()} == {*stages, *profile_names(), "watch", "gc"}
     for path in FOLDER.glob("*.yaml"):
         wanted = yaml.safe_load(path.read_text())["trigger"]["match_related"]["prefect.resource.id"]
         for deployment in deployments():
