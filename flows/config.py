@@ -19,6 +19,7 @@ from infra.extraction import ExtractConfig
 from infra.gpu_sets import check_set_sizes
 from infra.inference import GenerateConfig
 from infra.interchange_import import ImportConfig
+from infra.nodes_config import NodesConfig
 from infra.prompts import PromptsConfig
 from infra.training.config import TrainConfig
 from infra.verifier import VerifierConfig
@@ -51,6 +52,8 @@ class PipelineConfig(Config):
     """How the draft is trained."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """How the speculator is measured against no speculation and n-gram."""
+    nodes: NodesConfig = NodesConfig()
+    """How many nodes share the work, and what they cost."""
     max_idle_attempts: int = Field(default=5, ge=1)
     """A deployment's run that dies is started again by itself; after this many attempts in a row that committed
     nothing new it fails instead."""

@@ -12,6 +12,7 @@ from prefect import flow
 
 from flows.config import PipelineConfig
 from flows.interchange import make_imported_states
+from flows.nodes import Feed, helped
 from flows.stage import Stages, StageWork, Summary, inspect, own_inputs, run_stage
 from infra import manifest, storage
 from infra.extraction import ExtractionEngine, engine_configs
@@ -44,7 +45,10 @@ def plan_shards(stages: Stages) -> list[Shard]:
 
 
 async def make_hidden_states(work: StageWork) -> Mapping[str, Any]:
-    peak_staging_bytes = await extract_missing(work) if work.state.missing else 0
+    peak_staging_bytes = 0
+    if work.state.missing:
+        async with helped(work, shards_at_once(work.config)):
+            peak_staging_bytes = await extract_missing(work)
     records = (await inspect(work.stage)).records.values()
     config = work.config.extract
     refuse_bad_states(work.stage, records, config.max_failed_share, config.checks)
@@ -54,23 +58,37 @@ async def make_hidden_states(work: StageWork) -> Mapping[str, Any]:
 
 
 async def extract_missing(work: StageWork) -> int:
-    """Extract every missing shard. Returns the most bytes that were staged at one time."""
+    """Extract every missing shard; on many nodes, those that this one claims.
+
+    Returns:
+        The most bytes that were staged at one time.
+    """
     config, stage, state = work.config, work.stage, work.state
-    verifier = await materialize_verifier(config.verifier)
-    making = await asyncio.to_thread(Making, work, verifier, await work.inputs())
-    # What a shard takes is measured once, before the others are begun; an earlier run may have done so.
-    queue = ShardQueue(state.missing, first_alone=not making.budget_said)
-    async with (
-        staging_of(stage, config.extract) as staging,
-        StageProgress("hidden_states", len(state.plan), len(state.records)) as making.progress,
-    ):
-        trusted = config.verifier.trust_remote_code
-        launches = [
-            partial(extracting, stage, number, config.extract, vllm, verifier, staging, trust_remote_code=trusted)
-            for number, vllm in enumerate(engine_configs(config.extract, config.vllm))
-        ]
-        await EnginePool(launches, making.shard, queue, config.extract.shards_per_engine).make_all()
-    return staging.peak_bytes
+    progress = StageProgress("hidden_states", len(state.plan), len(state.records))
+    async with Feed(work, shards_at_once(config), lambda state: progress.at(len(state.records))) as feed:
+        if not await feed.begin():
+            return 0
+        verifier = await materialize_verifier(config.verifier)
+        making = await asyncio.to_thread(Making, work, verifier, await work.inputs(), feed, progress)
+        # What a shard takes is measured once, before the others are begun; an earlier run may have done so.
+        queue = ShardQueue(feed, first_alone=not making.budget_said)
+        async with staging_of(stage, config.extract, work.partition) as staging, progress:
+            trusted = config.verifier.trust_remote_code
+            launches = [
+                partial(
+                    extracting,
+                    *(stage, number, config.extract, vllm, verifier, staging, work.partition),
+                    trust_remote_code=trusted,
+                )
+                for number, vllm in enumerate(engine_configs(config.extract, config.vllm))
+            ]
+            await EnginePool(launches, making.shard, queue, config.extract.shards_per_engine).make_all()
+        return staging.peak_bytes
+
+
+def shards_at_once(config: PipelineConfig) -> int:
+    """Shards that this node's engines have in hand at a time."""
+    return config.extract.engines * config.extract.shards_per_engine
 
 
 class Making:
@@ -81,9 +99,16 @@ class Making:
         StageFailed: by what an earlier run has left: the root cannot hold the rest, or too many rows have failed.
     """
 
-    def __init__(self, work: StageWork, verifier: Verifier, inputs: Mapping[str, ShardRecord]) -> None:
-        self.progress: StageProgress
+    def __init__(
+        self,
+        work: StageWork,
+        verifier: Verifier,
+        inputs: Mapping[str, ShardRecord],
+        feed: Feed,
+        progress: StageProgress,
+    ) -> None:
         self.budget_said = False
+        self._feed, self._progress = feed, progress
         self._config, self._stage, self._plan = work.config.extract, work.stage, work.state.plan
         self._inputs = inputs
         self._num_rows = sum(inputs[name].rows for shard in self._plan for name in shard.inputs)
@@ -108,7 +133,8 @@ class Making:
         record = await extract_shard(self._stage, shard, inputs, engine, self._checks)
         self._records[shard.shard] = record
         self._num_failed += num_failed(record)
-        self.progress.advance()
+        self._progress.advance()
+        await self._feed.made(shard)
         self._refuse_failing()
         if not self.budget_said:
             self._say_budget()

@@ -7,7 +7,16 @@ import functools
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -19,6 +28,7 @@ from flows.credentials import use_credentials
 from flows.lease import holding
 from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
+from flows.run_names import name_run
 from infra import manifest
 from infra.errors import DamagedShard, LeaseLost, ServerError, StageFailed
 from infra.manifest import Shard, ShardRecord, StageRef, StageState
@@ -50,6 +60,8 @@ class StageWork:
 
     Args:
         lease_epoch: of the lease under which it is made; a higher one supersedes it.
+        partition: where another run holds the stage's lease and this one helps it (flows/partition.py), a name
+            that tells this one's processes and folders from others on the same machine; else empty.
     """
 
     config: PipelineConfig
@@ -57,6 +69,7 @@ class StageWork:
     stage: StageRef
     state: StageState
     lease_epoch: int
+    partition: str = ""
 
     async def inputs(self) -> dict[str, ShardRecord]:
         """The present record of every upstream shard, by `<stage>/<shard>`."""
@@ -83,6 +96,7 @@ async def run_stage(
     await use_credentials(config)
     stages = await asyncio.to_thread(resolve, config)
     stage = stages[name]
+    await name_run(name, config, stages)
     await refuse_crash_loop(config, stages)
     await asyncio.to_thread(refuse_absent_upstream, stages, stage)
     if plan_shards is not None:
@@ -190,11 +204,17 @@ def refuse_failed_rows(stage: StageRef, records: Iterable[ShardRecord], max_shar
         )
 
 
-async def run_all(jobs: Iterable[Callable[[], Coroutine[Any, Any, Any]]], at_once: int) -> None:
-    """Run the jobs in order, at most `at_once` together. The first error cancels the others and is raised."""
+Job = Callable[[], Coroutine[Any, Any, Any]]
+
+
+async def run_all(jobs: Iterable[Job] | AsyncIterable[Job], at_once: int) -> None:
+    """Run the jobs in order, at most `at_once` together. The first error cancels the others and is raised.
+
+    The next job is asked for only when there is room for it.
+    """
     room = asyncio.Semaphore(at_once)
 
-    async def run(job: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    async def run(job: Job) -> None:
         try:
             await job()
         finally:
@@ -202,11 +222,17 @@ async def run_all(jobs: Iterable[Callable[[], Coroutine[Any, Any, Any]]], at_onc
 
     try:
         async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                await room.acquire()
+            await room.acquire()
+            async for job in jobs if isinstance(jobs, AsyncIterable) else _one_by_one(jobs):
                 group.create_task(run(job))
+                await room.acquire()
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+async def _one_by_one(jobs: Iterable[Job]) -> AsyncIterator[Job]:
+    for job in jobs:
+        yield job
 
 
 async def with_restarts(attempt: Callable[[], Awaitable[None]], what: str) -> None:

@@ -97,16 +97,26 @@ async def reached(
 
 
 def replica_launches(
-    servers: ServersConfig, config: VllmConfig, verifier: Verifier, stage: StageRef, *, trust_remote_code: bool
+    servers: ServersConfig,
+    config: VllmConfig,
+    verifier: Verifier,
+    stage: StageRef,
+    partition: str = "",
+    *,
+    trust_remote_code: bool,
 ) -> list[Launch]:
-    """What starts each replica on this node, by its number, each with one token less than extraction takes."""
+    """What starts each replica on this node, by its number, each with one token less than extraction takes.
+
+    Args:
+        partition: of a partition run, its name: its processes are not to be taken for another run's on this node.
+    """
     return [
         partial(
             serving,
             each.for_generation(),
             verifier,
             stage,
-            purpose=f"generation-{number}",
+            purpose="-".join(["generation", str(number), *filter(None, [partition])]),
             trust_remote_code=trust_remote_code,
         )
         for number, each in enumerate(replica_configs(servers, config), start=1)
