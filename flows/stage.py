@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import (
     AsyncIterable,
@@ -25,11 +26,13 @@ from prefect.states import Completed
 from flows.attempts import refuse_crash_loop
 from flows.config import PipelineConfig
 from flows.credentials import use_credentials
+from flows.estimates import SHARED, amount_made
 from flows.lease import holding
 from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
 from flows.run_names import name_run
 from infra import manifest
+from infra.effort import Effort
 from infra.errors import DamagedShard, LeaseLost, ServerError, StageFailed
 from infra.manifest import Shard, ShardRecord, StageRef, StageState
 from infra.provenance import provenance
@@ -119,7 +122,18 @@ async def _make_missing(config: PipelineConfig, stages: Stages, stage: StageRef,
             return reused(stage, state)
         report_missing(stage, state)
         await show_reused_shards(stage, state)
-        return await close_stage(stage, await make(StageWork(config, stages, stage, state, lease.epoch)))
+        work, began = StageWork(config, stages, stage, state, lease.epoch), time.monotonic()
+        extra = await make(work)
+        return await close_stage(stage, extra, await effort_of(work, time.monotonic() - began))
+
+
+async def effort_of(work: StageWork, seconds: float) -> Effort | None:
+    """What this run has made of the stage and what it took, for later plans; None where that cannot be told."""
+    state = await inspect(work.stage)
+    made = [record for shard, record in state.records.items() if shard not in work.state.records]
+    amount = amount_made(work.config, work.stages, work.stage.stage, made, resumed=work.lease_epoch > 1)
+    num_nodes = work.config.nodes.count if work.stage.stage in SHARED else 1
+    return None if amount is None else Effort(amount, seconds * num_nodes)
 
 
 def own_inputs(shard: Shard, inputs: Mapping[str, ShardRecord]) -> dict[str, ShardRecord]:
@@ -174,9 +188,10 @@ async def show_reused_shards(stage: StageRef, state: StageState) -> None:
         await reuse_shard(stage, record)
 
 
-async def close_stage(stage: StageRef, extra: Mapping[str, Any] | None = None) -> Summary:
+async def close_stage(stage: StageRef, extra: Mapping[str, Any] | None, effort: Effort | None) -> Summary:
     """Write the manifest of a stage whose shards are all committed."""
-    written = await asyncio.to_thread(manifest.finish, stage, provenance(), extra)
+    taken = {} if effort is None else {"effort": effort.to_json()}
+    written = await asyncio.to_thread(manifest.finish, stage, provenance(**taken), extra)
     return summarize(stage, written, reused=False)
 
 
