@@ -5,17 +5,22 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 import yaml
 from prefect.events.schemas.automations import AutomationCore
+from pydantic import ValidationError
 
+from flows import automations
 from flows.automations import install
 from flows.cli import EXIT_FAILED, EXIT_WRONG_INPUT, main
+from flows.notices import NOT_PROMOTED, PROMOTED
 from infra.errors import InputError
 from infra.locations import project_home
 
 FOLDER = project_home() / "deployments" / "automations"
+BLOCK = UUID(int=7)
 
 
 def automation(name: str) -> Any:
@@ -49,6 +54,15 @@ def test_every_stage_and_the_pipeline_is_watched_and_put_back() -> None:
             )
     for deployment in deployments():
         assert not deployment["work_pool"]["job_variables"]["stream_output"]
+
+
+def test_people_are_told_by_a_block_of_theirs() -> None:
+    told = automations._read(FOLDER / "notify", block_id=str(BLOCK))
+    expected = {event for automation in told for event in automation.trigger.expect}
+    assert expected == {PROMOTED, NOT_PROMOTED, "prefect.flow-run.Failed", "prefect.flow-run.Crashed"}
+    assert {action.block_document_id for automation in told for action in automation.actions} == {BLOCK}
+    with pytest.raises(ValidationError, match="block_document_id"):
+        automations._read(FOLDER / "notify")
 
 
 def test_a_run_that_was_failed_or_cancelled_is_not_put_back() -> None:
