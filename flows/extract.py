@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,7 +20,9 @@ from infra.extraction import ExtractionEngine, engine_configs
 from infra.extraction_budget import Budget, Measured, raw_bytes_per_token, readable, room_said, stage_totals
 from infra.extraction_config import resolve_layer_ids, states_meta
 from infra.extraction_pool import EnginePool, ShardQueue
-from infra.manifest import Shard, ShardRecord
+from infra.gauges import show_extraction
+from infra.generation_progress import Rate
+from infra.manifest import Shard, ShardRecord, StageState
 from infra.schemas import STATUS_FAILED
 from infra.state_checks import StateChecks, open_head
 from infra.state_verdict import refuse_bad_states
@@ -65,7 +68,14 @@ async def extract_missing(work: StageWork) -> int:
     """
     config, stage, state = work.config, work.stage, work.state
     progress = StageProgress("hidden_states", len(state.plan), len(state.records))
-    async with Feed(work, shards_at_once(config), lambda state: progress.at(len(state.records))) as feed:
+    making: Making | None = None
+
+    def see(state: StageState) -> None:
+        progress.at(len(state.records))
+        if making is not None:
+            making.see(state)
+
+    async with Feed(work, shards_at_once(config), see) as feed:
         if not await feed.begin():
             return 0
         verifier = await materialize_verifier(config.verifier)
@@ -109,6 +119,8 @@ class Making:
     ) -> None:
         self.budget_said = False
         self._feed, self._progress = feed, progress
+        self._num_tokens, self._token_rate = 0, Rate()
+        self._token_rate.sample(0, time.monotonic())
         self._config, self._stage, self._plan = work.config.extract, work.stage, work.state.plan
         self._inputs = inputs
         self._num_rows = sum(inputs[name].rows for shard in self._plan for name in shard.inputs)
@@ -123,6 +135,11 @@ class Making:
             longest = work.config.vllm.max_model_len or work.config.generate.max_tokens
             self._warn_of_bound(longest * raw_bytes_per_token(len(meta.layer_ids), meta.hidden_size))
 
+    def see(self, state: StageState) -> None:
+        """Take what other nodes have committed for known."""
+        self._records.update(state.records)
+        self._num_failed = sum(map(num_failed, self._records.values()))
+
     async def shard(self, engine: ExtractionEngine, shard: Shard) -> None:
         """Make one.
 
@@ -132,7 +149,10 @@ class Making:
         inputs = own_inputs(shard, self._inputs)
         record = await extract_shard(self._stage, shard, inputs, engine, self._checks)
         self._records[shard.shard] = record
-        self._num_failed += num_failed(record)
+        self._num_failed = sum(map(num_failed, self._records.values()))
+        self._num_tokens += record.extra.get("num_tokens", 0)
+        self._token_rate.sample(self._num_tokens, time.monotonic())
+        show_extraction(self._stage, self._records.values(), self._num_rows, self._token_rate.per_second)
         self._progress.advance()
         await self._feed.made(shard)
         self._refuse_failing()
