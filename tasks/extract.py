@@ -18,6 +18,7 @@ from infra.state_checks import StateChecks
 from infra.tables import read_input
 from infra.verifier import Verifier
 from infra.vllm_config import VllmConfig
+from tasks.child_log import child_log
 from tasks.policy import retried_task
 
 
@@ -91,11 +92,12 @@ async def extracting(
         partition: of a partition run, its name: its processes are not to be taken for another run's on this node.
     """
     name = "-".join([str(number), *filter(None, [partition])])
-    engine = await start_engine(stage, name, config, vllm, verifier, staging, trust_remote_code)
-    try:
-        yield engine
-    finally:
-        await _in_any_case(engine.stop)
+    async with child_log(stage, f"engine-{name}"):
+        engine = await start_engine(stage, name, config, vllm, verifier, staging, trust_remote_code)
+        try:
+            yield engine
+        finally:
+            await _in_any_case(engine.stop)
 
 
 @retried_task(name="start-extraction-engine", run_name="start extraction engine {name}", restarts=True)

@@ -20,6 +20,7 @@ from infra.server_pool import Launch
 from infra.servers_config import ServersConfig, replica_configs
 from infra.verifier import Verifier
 from infra.vllm_server import VllmConfig, VllmServer
+from tasks.child_log import child_log
 from tasks.policy import retried_task
 
 logger = logging.getLogger("draftsmith.server")
@@ -58,12 +59,13 @@ async def serving(
     trust_remote_code: bool = False,
 ) -> AsyncIterator[VllmServer]:
     """A vLLM server of the verifier for as long as the context lasts; it ends on any exit, cancellation too."""
-    server = await start_server(config, verifier, stage, purpose, speculative_config, trust_remote_code)
-    try:
-        yield server
-    finally:
-        await asyncio.shield(server.__aexit__(None, None, None))
-        logger.info("The vLLM server for %s has ended.", purpose)
+    async with child_log(stage, f"vllm-{purpose}"):
+        server = await start_server(config, verifier, stage, purpose, speculative_config, trust_remote_code)
+        try:
+            yield server
+        finally:
+            await asyncio.shield(server.__aexit__(None, None, None))
+            logger.info("The vLLM server for %s has ended.", purpose)
 
 
 # Not retried: its own patience is the limit.

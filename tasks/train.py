@@ -12,6 +12,7 @@ from typing import Any
 
 from infra import leases, storage
 from infra.errors import DamagedShard, InfrastructureError, InputError, LeaseLost, StageFailed
+from infra.gauges import show_training
 from infra.locations import log_file
 from infra.manifest import ShardRecord, StageRef, inputs_sha256
 from infra.processes import GuardedProcess, end_stale, log_tail, process_token
@@ -20,6 +21,7 @@ from infra.training.input_checks import check_hidden_states
 from infra.training.launch import torchrun_command
 from infra.training.progress import parse
 from infra.verifier import Verifier
+from tasks.child_log import child_log
 from tasks.policy import retried_task
 from tasks.progress import StageProgress
 
@@ -91,12 +93,13 @@ async def _run_trainer(stage: StageRef, config: TrainConfig, spec_uri: str, toke
         logger.warning("Start on node %d: %s", node, shlex.join(torchrun_command(config, spec_uri, node)))
     ranks = config.num_ranks * config.num_nodes
     logger.info("Training %s with %d rank(s); the log is %s.", stage.key, ranks, log)
-    process = GuardedProcess.start(command, token=token, log_path=log, stdout_pipe=True)
-    try:
-        last = await _follow(process, config.hang_timeout_seconds)
-        code = await asyncio.to_thread(process.wait)
-    finally:
-        await asyncio.shield(asyncio.to_thread(process.stop))
+    async with child_log(stage, "trainer"):
+        process = GuardedProcess.start(command, token=token, log_path=log, stdout_pipe=True)
+        try:
+            last = await _follow(stage, process, config.hang_timeout_seconds)
+            code = await asyncio.to_thread(process.wait)
+        finally:
+            await asyncio.shield(asyncio.to_thread(process.stop))
     if last.get("kind") == "done" and code == 0:
         return int(last["step"])
     if last.get("kind") == "failed":
@@ -109,7 +112,7 @@ async def _run_trainer(stage: StageRef, config: TrainConfig, spec_uri: str, toke
     raise InfrastructureError(f"the trainer ended with code {code}; the next attempt resumes. {log} says: {tail}")
 
 
-async def _follow(process: GuardedProcess, hang_timeout_seconds: float) -> dict[str, Any]:
+async def _follow(stage: StageRef, process: GuardedProcess, hang_timeout_seconds: float) -> dict[str, Any]:
     """Show the trainer's progress until it closes its output; returns the last line that ends a run.
 
     Raises:
@@ -130,6 +133,7 @@ async def _follow(process: GuardedProcess, hang_timeout_seconds: float) -> dict[
                     ).__aenter__()
                     logger.info("Training from step %d of %d.", said["from_step"], said["num_steps"])
                 case "train" if progress is not None:
+                    show_training(stage, said)
                     progress.at(said["step"])
                     progress.detail(
                         f"loss {said['loss']:.3f}, accuracy {said['accuracy_per_ttt_step'][0]:.2f}, "
