@@ -16,7 +16,7 @@ from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
 from flows.run_names import name_run
 from flows.stage import StageWork, inspect, refuse_absent_upstream
-from infra.errors import StageFailed
+from infra.errors import InputError, StageFailed
 
 MAKERS = {"responses": answer_missing, "hidden_states": extract_missing}
 Shared = Literal["responses", "hidden_states"]
@@ -33,9 +33,12 @@ async def partition(config: PipelineConfig, stage: Shared) -> dict[str, Any]:
         config: of the run that it helps; another one would make another stage.
 
     Raises:
+        InputError: the config imports its states.
         StageFailed: no run has begun that stage, or a stage before it is not complete.
     """
     show_plain_errors()
+    if config.import_states is not None:
+        raise InputError("import_states", "an import is not shared; leave it out, or start no partition run")
     await use_credentials(config)
     stages = await asyncio.to_thread(resolve, config)
     await name_run(f"partition of {stage}", config, stages)

