@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -81,7 +81,8 @@ class Earlier:
                 if stage not in efforts and (effort := Effort.of_manifest(manifest.read_manifest(uri))):
                     efforts[stage] = effort
             if found.completion_tokens_per_row is None:
-                found = replace(found, **_tokens_per_row(config.root, run["keys"]))
+                completion, prompt = _tokens_per_row(config.root, run["keys"])
+                found = cls(efforts, completion, prompt)
         return found
 
 
@@ -102,15 +103,15 @@ def _runs(config: PipelineConfig) -> list[dict[str, Any]]:
     return [run for _, run in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
 
-def _tokens_per_row(root: str, keys: Mapping[str, str]) -> dict[str, float]:
+def _tokens_per_row(root: str, keys: Mapping[str, str]) -> tuple[float | None, float | None]:
+    """Of completions and of the prompts before them, where a run's responses say so."""
     stage = keys.get("responses")
     records = manifest.read_records(storage.join(root, "responses", stage)).values() if stage else ()
     rows = sum(record.rows for record in records)
-    counts = counted(records, NUM_COMPLETION_TOKENS), counted(records, NUM_PROMPT_TOKENS)
-    if not rows or None in counts:
-        return {}
-    names = ("completion_tokens_per_row", "prompt_tokens_per_row")
-    return {name: count / rows for name, count in zip(names, counts, strict=True) if count is not None}
+    completion, prompt = counted(records, NUM_COMPLETION_TOKENS), counted(records, NUM_PROMPT_TOKENS)
+    if not rows or completion is None or prompt is None:
+        return None, None
+    return completion / rows, prompt / rows
 
 
 def amount_made(
@@ -136,7 +137,7 @@ def amount_made(
         case "responses":
             return counted(made, NUM_COMPLETION_TOKENS)
         case "hidden_states":
-            return sum(record.extra.get("num_tokens", 0) for record in made)
+            return float(sum(record.extra.get("num_tokens", 0) for record in made))
         case "drafts":
             states = manifest.read_manifest(stages["hidden_states"].uri) or {}
             return trained_tokens(config, states.get("extraction", {}).get("num_tokens", 0))

@@ -55,8 +55,9 @@ class Effort:
     @classmethod
     def of_manifest(cls, manifest: Mapping[str, Any] | None) -> Effort | None:
         """What a stage's manifest says; None where it does not, or says nothing of use."""
-        said = ((manifest or {}).get("provenance") or {}).get("effort")
+        provenance: Mapping[str, Any] = (manifest or {}).get("provenance") or {}
         try:
+            said = provenance["effort"]
             found = cls(float(said["amount"]), float(said["node_seconds"]))
         except (KeyError, TypeError, ValueError):
             return None
@@ -80,7 +81,7 @@ def counted(records: Iterable[ShardRecord], *names: str) -> int | None:
     extras = [record.extra for record in records]
     if not extras or not all(name in extra for extra in extras for name in names):
         return None
-    return sum(extra[name] for extra in extras for name in names)
+    return sum(int(extra[name]) for extra in extras for name in names)
 
 
 def guessed_per_second(

@@ -25,14 +25,14 @@ from tests.fakes.vllm_interpreter import fake_interpreter
 
 pytestmark = [pytest.mark.prefect, pytest.mark.kill, pytest.mark.timeout(900)]
 
-LATENCY_SECONDS = 1.0
+LATENCY_SECONDS = 2.0
 NUM_ROWS = 116
 START_SECONDS = 180.0
 END_SECONDS = 15.0
 
 
 def config_of(tmp_path: Path, count: int) -> PipelineConfig:
-    """Two requests at a time on each node: alone, one needs a minute. 29 shards in blocks of 2."""
+    """Two requests at a time on each node: alone, one needs two minutes. 29 shards in blocks of 2."""
     return tiny_config(
         tmp_path / f"root-{count}",
         f"vllm.python={fake_interpreter(tmp_path, LATENCY_SECONDS)}",
