@@ -122,7 +122,7 @@ def _headline(outcome: dict[str, Any]) -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from flows.forecast import forecast
+    from flows.forecast import estimate_said, forecast, total_said
 
     config = _config(options)
     _refuse_unfit(config)
@@ -130,8 +130,11 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"stages": stages}))
         return EXIT_DONE
+    currency = config.nodes.currency
     for stage in stages:
-        print(f"{stage['stage']:14} {stage['key']}  {stage['will']:7} {stage['detail']}")
+        said = f"{stage['detail']}{estimate_said(stage['estimate'], currency)}"
+        print(f"{stage['stage']:14} {stage['key']}  {stage['will']:7} {said}")
+    print(f"{'total':14} {total_said((stage['estimate'] for stage in stages), currency)}")
     return EXIT_DONE
 
 
@@ -198,7 +201,7 @@ def _gc(options: argparse.Namespace) -> int:
 def _automations(options: argparse.Namespace) -> int:
     from flows.automations import install
 
-    installed = install()
+    installed = install(notify=options.notify)
     if options.json:
         print(json.dumps({"automations": installed}))
         return EXIT_DONE
@@ -236,7 +239,15 @@ def _parser() -> argparse.ArgumentParser:
             help="override one field; may be given several times",
         )
     export.add_argument("folder", metavar="FOLDER", help="a new folder on this machine")
-    add("automations", _automations, "install what puts a deployment's run back after its node has died")
+    automations = add(
+        "automations", _automations, "install what puts a deployment's run back after its node has died"
+    )
+    automations.add_argument(
+        "--notify",
+        metavar="TYPE/NAME",
+        help="a notification block of the Prefect server, such as slack-webhook/team, to be told of failed runs, "
+        "runs that crash twice, and promotions",
+    )
     verify = add("verify", _verify, "reread every shard and compare it with its record")
     verify.add_argument("uri", help="an artifact root, or one stage's folder below it")
     serve = add("serve-command", _serve_command, "print the vLLM command that serves the promoted speculator")

@@ -20,6 +20,7 @@ from infra.gpu_sets import check_set_sizes
 from infra.inference import GenerateConfig
 from infra.interchange_import import ImportConfig
 from infra.locations import project_home
+from infra.nodes_config import NodesConfig
 from infra.promotion_gate import PromoteConfig
 from infra.prompts import PromptsConfig
 from infra.training.config import TrainConfig
@@ -91,6 +92,8 @@ class PipelineConfig(Config):
     """How the speculator is measured against no speculation and n-gram."""
     promote: PromoteConfig | None = None
     """What a draft must show to be promoted; without this section none is. In no stage's key."""
+    nodes: NodesConfig = NodesConfig()
+    """How many nodes share the work, and what they cost."""
     max_idle_attempts: int = Field(default=5, ge=1)
     """A deployment's run that dies is started again by itself; after this many attempts in a row that committed
     nothing new it fails instead."""

@@ -17,6 +17,7 @@ from flows.config import PipelineConfig
 from flows.credentials import use_credentials
 from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
+from flows.run_names import name_run
 from flows.stage import Summary
 from infra import storage
 from infra.promotion import Outcome
@@ -55,6 +56,7 @@ async def lineage(config: PipelineConfig) -> AsyncIterator[Run]:
     show_plain_errors()
     await use_credentials(config)
     stages = await asyncio.to_thread(resolve, config)
+    await name_run("pipeline", config, stages)
     await asyncio.to_thread(storage.check_root, config.root, ROOT_SECONDS)
     run = Run(str(flow_run.get_id()), config, {name: stage.key for name, stage in stages.items()}, _now())
     await asyncio.to_thread(_write, run, "running", None)

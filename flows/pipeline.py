@@ -12,6 +12,7 @@ from flows.evaluate import evaluate
 from flows.extract import extract
 from flows.generate import generate
 from flows.lineage import lineage
+from flows.notices import tell_promotion
 from flows.outcome import publish_outcome
 from flows.prompts import prompts
 from flows.stage import Summary, redo_damaged_shards
@@ -49,10 +50,10 @@ async def speculator_pipeline(config: PipelineConfig, until: StageName = "evalua
     async with lineage(config) as run:
         run.stages = await run_stages(config, until)
         if config.promote is not None and until == "evaluations":
-            run.promotion = await promote_draft(
-                config.root, verifier_name(config.verifier), run.keys, config.promote, run.run_id
-            )
+            verifier = verifier_name(config.verifier)
+            run.promotion = await promote_draft(config.root, verifier, run.keys, config.promote, run.run_id)
             logger.info("%s", run.promotion)
+            tell_promotion(verifier, promoted=run.promotion.promoted, said=str(run.promotion))
         return await publish_outcome(run)
 
 
