@@ -57,7 +57,7 @@ HOME = Path(__file__).resolve().parents[1]
 KILLABLE = ("responses", "hidden_states", "drafts")
 KILL_AT_SHARE = 1 / 3
 POLL_SECONDS = 0.1
-SAMPLE_MILLISECONDS = 500
+SAMPLE_SECONDS = 0.4
 IDLE_PERCENT = 1.0
 END_SECONDS = 25.0
 NUM_BARE_PROMPTS = 2048
@@ -98,39 +98,34 @@ class Sampler:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        query = "--query-gpu=index,utilization.gpu,memory.used"
-        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"-lms={SAMPLE_MILLISECONDS}"]
-        try:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        except FileNotFoundError:
-            yield
-            return
-        reader = threading.Thread(target=self._read, args=(process,), daemon=True)
-        reader.start()
+        ended = threading.Event()
+        thread = threading.Thread(target=self._sample, args=(ended,), daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            process.terminate()
-            process.wait()
-            reader.join(5)
+            ended.set()
+            thread.join(10)
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        together: list[tuple[float, float]] = []
-        for line in process.stdout:
-            index, *values = line.split(",")
+    def _sample(self, ended: threading.Event) -> None:
+        query = "--query-gpu=utilization.gpu,memory.used"
+        while not ended.wait(SAMPLE_SECONDS):
             try:
-                percent, mib = map(float, values)
-            except ValueError:
-                continue  # "[N/A]"
-            if index.strip() == "0" and together:
-                self._add(together)
-                together = []
-            together.append((percent, mib / 1024))
-
-    def _add(self, together: Sequence[tuple[float, float]]) -> None:
-        percents, gib = zip(*together, strict=True)
-        self.samples.append((time.time(), statistics.fmean(percents), statistics.fmean(gib)))
+                asked = subprocess.run(
+                    ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                    timeout=20,
+                )
+                pairs = [[float(value) for value in line.split(",")] for line in asked.stdout.splitlines()]
+            except FileNotFoundError:
+                return
+            except (subprocess.SubprocessError, ValueError):
+                continue
+            if pairs:
+                percent, mib = (statistics.fmean(values) for values in zip(*pairs, strict=True))
+                self.samples.append((time.time(), percent, mib / 1024))
 
     def within(self, spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         """(percent, GiB) of the samples in these spans."""
@@ -398,6 +393,7 @@ def follow(
     stages = resolve(config)
     names = [name for name in STAGES if not storage.exists(stages[name].manifest_uri)]
     table = Table(run, sampler, kills.made)
+    planned = {name for name in names if storage.exists(stages[name].plan_uri)}  # by an earlier run
     began = time.time()
     run.start()
     since: float | None = None  # the present stage's begin
@@ -406,7 +402,7 @@ def follow(
         stage = stages[names[0]]
         assert run.process is not None
         now = time.time()
-        if since is None and storage.exists(stage.plan_uri):
+        if since is None and (back_at(run, began) or (names[0] not in planned and storage.exists(stage.plan_uri))):
             since = now
             outside.append((began, now))
         kill = kills.made.get(stage.stage)
