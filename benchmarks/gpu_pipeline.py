@@ -45,6 +45,7 @@ from typing import Any
 from flows.config import PipelineConfig, load_config
 from flows.resolve import resolve
 from infra import manifest, storage
+from infra.extraction_budget import ENCODE_SECONDS, EXTRACT_SECONDS
 from infra.locations import log_file
 from infra.manifest import StageRef
 from infra.schemas import STAGES
@@ -334,6 +335,19 @@ def say_training(draft: StageRef) -> None:
     )
 
 
+def say_extraction(stage: StageRef) -> None:
+    """What its shards' records say: seconds of the engine, and of checks and encoding beside it."""
+    records = manifest.read_records(stage.uri).values()
+    engine, encode = (
+        sum(one.extra.get(name, 0.0) for one in records) for name in (EXTRACT_SECONDS, ENCODE_SECONDS)
+    )
+    size = sum(one.size_bytes for one in records)
+    say(
+        f"  by its shards' records: the engine {engine:.1f} s, checks and encoding {encode:.1f} s (of several "
+        f"shards at once), {size / 1e9:.2f} GB"
+    )
+
+
 def say_evaluation(stage: StageRef) -> None:
     """One line for each row of the results."""
     (record,) = [one for one in manifest.read_records(stage.uri).values() if one.data == "results.parquet"]
@@ -349,6 +363,9 @@ def say_evaluation(stage: StageRef) -> None:
 
 def say(line: str) -> None:
     print(line, flush=True)
+
+
+DETAILS = {"hidden_states": say_extraction, "drafts": say_training, "evaluations": say_evaluation}
 
 
 class Kills:
@@ -374,7 +391,7 @@ class Kills:
         kill = self.made[stage.stage] = Kill(at, committed(stage), len(manifest.read_plan(stage.uri)))
         self._done.append(stage.stage)
         self._memory.write_text(json.dumps(self._done))
-        what = "checkpoints" if stage.stage == "drafts" else f"of {kill.planned} shards"
+        what = "checkpoint(s)" if stage.stage == "drafts" else f"of {kill.planned} shards"
         say(f"  SIGKILL in {stage.stage}: {len(kill.committed)} {what} committed; the same command again")
 
 
@@ -411,10 +428,8 @@ def follow(
         if storage.exists(stage.manifest_uri):
             since = since or began
             table.add(stage, (since, now), complete=True)
-            if stage.stage == "drafts":
-                say_training(stage)
-            if stage.stage == "evaluations":
-                say_evaluation(stage)
+            if stage.stage in DETAILS:
+                DETAILS[stage.stage](stage)
             since = now
             names.pop(0)
         elif kills.due(stage):
