@@ -523,6 +523,7 @@ def main() -> int:
     run, sampler = Run(command, options.logs / "pipeline.log"), Sampler()
     kills = Kills(kill, options.logs / "kills.json")
     deadline = time.time() + options.seconds
+    deadline = time.time() + options.seconds
     try:
         with sampler.running():
             table, seconds, outside = follow(config, run, sampler, kills, deadline)
@@ -531,11 +532,11 @@ def main() -> int:
     complete = run.process is not None and run.process.poll() == 0
     if options.verify and complete:
         verify = [sys.executable, "-m", "flows.cli", "verify", config.root]
-        done = subprocess.run(verify, capture_output=True, text=True, cwd=HOME, check=False)
+        done = subprocess.run(verify, capture_output=True, text=True, check=False)
         say(f"  {(done.stdout or done.stderr).strip().splitlines()[-1]}")
-    say(
-        last_line(table, seconds, outside, bare_rates(config, resolve(config)) if options.bare and complete else [])
-    )
+    say(last_line(table, seconds, outside, []))
+    if options.bare and complete and (rates := bare_rates(config, resolve(config), deadline)):
+        say(last_line(table, seconds, outside, rates))
     return 0 if complete else 1
 
 
