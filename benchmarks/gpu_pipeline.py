@@ -523,7 +523,6 @@ def main() -> int:
     run, sampler = Run(command, options.logs / "pipeline.log"), Sampler()
     kills = Kills(kill, options.logs / "kills.json")
     deadline = time.time() + options.seconds
-    deadline = time.time() + options.seconds
     try:
         with sampler.running():
             table, seconds, outside = follow(config, run, sampler, kills, deadline)
