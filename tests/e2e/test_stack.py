@@ -20,6 +20,7 @@ import pytest
 
 from flows.config import load_config
 from flows.stack import BLOCK, POOLS, Stack
+from infra import guard
 from infra.local_postgres import LocalPostgres, installed
 from infra.locations import project_home
 from infra.processes import living
@@ -187,7 +188,7 @@ def test_down_leaves_nothing_behind(stack: Stack, state: dict[str, Any]) -> None
     assert done.returncode == 0, done.stderr
     assert done.stdout == "stack: ended=True removed=True\n"
     assert living(stack.token) == []
-    assert not Path(f"/proc/{state['pid']}").exists()
+    assert not guard.runs_since(state["pid"], state["started"])
     assert not stack.folder.exists()
     assert not LocalPostgres(stack.token, Path()).folder.exists()
     with pytest.raises(OSError, match="refused"):
