@@ -70,7 +70,7 @@ class Run:
     def __init__(self, work: StageWork, monkeypatch: pytest.MonkeyPatch, failing: int = 0) -> None:
         self.work = work
         self.making = Making(work, VERIFIER, manifest.input_records(work.stage, work.state.plan))
-        self.making.progress = SimpleNamespace(advance=lambda: None)  # type: ignore[assignment]
+        self.making.progress = SimpleNamespace(advance=lambda: None)
 
         async def commits(stage: StageRef, shard: Shard, *_: Any) -> ShardRecord:
             return commit(stage, shard, measured(failing), failing)
@@ -78,7 +78,7 @@ class Run:
         monkeypatch.setattr(extract, "extract_shard", commits)
 
     async def shard(self, number: int) -> None:
-        await self.making.shard(None, self.work.state.plan[number])  # type: ignore[arg-type]
+        await self.making.shard(None, self.work.state.plan[number])
 
 
 def room(monkeypatch: pytest.MonkeyPatch, size_bytes: int | None) -> None:
