@@ -11,8 +11,8 @@ from infra.errors import InputError
 from infra.evaluation_config import EAGLE3, PROMOTED, Draft, EvaluateConfig, Note
 from infra.fingerprint import content_sha256
 from infra.folders import file_sha256
+from infra.schemas import EXPORT_FOLDER
 
-EXPORT_FOLDER = "export"
 CONFIG_FILE = "config.json"
 _KEY = re.compile(r"[0-9a-f]{16}")
 _KEY_DIGITS = 16

@@ -17,11 +17,12 @@ from infra.errors import DamagedShard, InputError, StageFailed
 from infra.evaluation_drafts import CONFIG_FILE, fetch_draft, new_draft
 from infra.locations import cache_folder
 from infra.promotion import Promotion, read_pointer, verifiers
+from infra.schemas import EXPORT_FOLDER
 from infra.shards import load_object
 from infra.verifier import VerifierConfig, tokenizer_origin, verifier_name
 from infra.vllm_config import VllmConfig, server_flags
 
-_EXPORT = re.compile(r"(?:(?P<root>.+)/)?drafts/(?P<key>[0-9a-f]{16})(?:/export)?")
+_EXPORT = re.compile(r"(?:(?P<root>.+)/)?drafts/(?P<key>[0-9a-f]{16})(?:/" + EXPORT_FOLDER + r")?")
 # As the pipeline's own servers are started: the `vllm` command fails where the CPU build is installed (vLLM 0.32).
 SERVER = ("python", "-m", "vllm.entrypoints.openai.api_server")
 

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from infra import manifest, storage
 from infra.promotion import Outcome, Promotion, figures, promote
 from infra.promotion_gate import Decision, PromoteConfig
+from infra.schemas import EXPORT_FOLDER
 from tasks.evaluate import read_results
-from tasks.export import EXPORT_FOLDER
 from tasks.policy import in_thread, retried_task
 
 

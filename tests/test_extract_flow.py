@@ -80,7 +80,7 @@ class Run:
         monkeypatch.setattr(extract, "extract_shard", commits)
 
     async def shard(self, number: int) -> None:
-        await self.making.shard(None, self.work.state.plan[number])  # type: ignore[arg-type]
+        await self.making.shard(None, self.work.state.plan[number])
 
 
 def room(monkeypatch: pytest.MonkeyPatch, size_bytes: int | None) -> None:

