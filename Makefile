@@ -16,7 +16,7 @@ VLLM_PACKAGE := $(if $(shell command -v nvidia-smi 2>/dev/null && nvidia-smi -L 
 SLOWER := seconds or e2e or prefect or s3 or gpu or kill or slow
 FAST_TESTS := .venv/bin/pytest -q -n 2 --dist loadfile -m "not ($(SLOWER))"
 
-.PHONY: demo setup s3 check fix test test-all lock clean
+.PHONY: demo setup s3 stack stack-down check fix test test-all lock clean
 demo: setup  ## the whole pipeline on SmolLM2-135M, into data/smoke
 	.venv/bin/draftsmith run deployments/smoke.yaml
 
@@ -38,6 +38,12 @@ setup: .venv/.ready .venv-vllm/.ready
 
 s3: .venv/.ready  ## a real S3 server on this machine, to try things on; Ctrl-C ends it
 	@.venv/bin/python -m infra.local_s3
+
+stack: setup  ## database, Prefect server, S3, workers, deployments and automations on this machine; stays until stack-down
+	@.venv/bin/python -m flows.stack up
+
+stack-down: .venv/.ready  ## end all that, and delete its history and objects; KEEP=1 keeps them for the next `make stack`
+	@.venv/bin/python -m flows.stack down $(if $(KEEP),--keep-data)
 
 check: .venv/.ready  ## format, lint, types, fast tests; green before each commit
 	@.venv/bin/ruff format --check

@@ -1,4 +1,4 @@
-"""Install the automations in deployments/automations/: what puts a run back after its node has died.
+"""Install the automations in deployments/automations/: who puts back a run whose node has died, and who is told.
 
 Each file is one automation of Prefect's. They are known by their names: one that is there is changed only where it
 differs, so that what it is counting goes on, and one that a person has switched off stays off.
@@ -19,17 +19,19 @@ from infra.locations import project_home
 Installed = dict[str, str]
 
 
-def install(folder: Path | None = None) -> list[Installed]:
+def install(folder: Path | None = None, notify: str | None = None) -> list[Installed]:
     """Make the server's automations those of the folder; others there are left alone.
 
     Args:
         folder: of YAML files; by default the project's own.
+        notify: notification block that is told of failures and promotions, as type/name (`slack-webhook/team`);
+            without one, the automations in `notify/` are left as the server has them.
 
     Returns:
         For each: its `name` and what was `done` (created, updated, unchanged).
 
     Raises:
-        InputError: PREFECT_API_URL is not set, or the folder holds no automation.
+        InputError: PREFECT_API_URL is not set, the folder holds no automation, or there is no such block.
         InfrastructureError: the server does not answer.
     """
     url = os.environ.get("PREFECT_API_URL")
@@ -42,22 +44,46 @@ def install(folder: Path | None = None) -> list[Installed]:
     import httpx
     from prefect.client.orchestration import SyncPrefectClient
 
-    wanted = _read(folder or project_home() / "deployments" / "automations")
+    folder = folder or project_home() / "deployments" / "automations"
+    wanted = _read(folder)
     try:
         key, password = os.environ.get("PREFECT_API_KEY"), os.environ.get("PREFECT_API_AUTH_STRING")
         with SyncPrefectClient(url, api_key=key, auth_string=password) as client:
+            if notify is not None:
+                wanted += _read(folder / "notify", block_id=_block_id(client, notify))
             return [{"name": automation.name, "done": _install(client, automation)} for automation in wanted]
     except httpx.HTTPError as error:
         raise InfrastructureError(f"the Prefect server at {url} does not take automations: {error!r}") from error
 
 
-def _read(folder: Path) -> list[Any]:
+def _block_id(client: Any, notify: str) -> str:
+    from prefect.exceptions import ObjectNotFound
+
+    type_slug, separator, name = notify.partition("/")
+    if not separator or not name:
+        raise InputError("--notify", f"{notify!r} is not of the form type/name, such as slack-webhook/team")
+    try:
+        block = client.read_block_document_by_name(name, type_slug, include_secrets=False)
+    except ObjectNotFound:
+        raise InputError("--notify", f"the Prefect server has no block {notify}; create it there") from None
+    return str(block.id)
+
+
+def _read(folder: Path, block_id: str | None = None) -> list[Any]:
+    """The automations of a folder's files.
+
+    Args:
+        block_id: of the notification block that their actions use.
+    """
     from prefect.events.schemas.automations import AutomationCore
 
     paths = sorted(folder.glob("*.yaml"))
     if not paths:
         raise InputError(str(folder), "holds no automation; set DRAFTSMITH_HOME to the checkout")
-    return [AutomationCore.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))) for path in paths]
+    trees = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in paths]
+    for action in (action for tree in trees for action in tree["actions"] if block_id is not None):
+        action["block_document_id"] = block_id
+    return [AutomationCore.model_validate(tree) for tree in trees]
 
 
 def _install(client: Any, wanted: Any) -> str:

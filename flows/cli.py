@@ -1,4 +1,4 @@
-"""`draftsmith run · plan · status · verify · export-states · gc · automations`.
+"""`draftsmith run · plan · status · verify · export-states · serve-command · gc · automations`.
 
 Exit codes: 0 done, 1 the run failed, 2 the input is wrong (one clear line, no traceback).
 """
@@ -100,6 +100,8 @@ def _run(options: argparse.Namespace) -> int:
         print(
             f"{stage['stage']:14} {stage['key']}  {how:6}  {stage['shards']} shards, {stage['totals']['rows']} rows"
         )
+    if outcome["promotion"] is not None:
+        print(outcome["promotion"])
     print(_headline(outcome) if "report" in outcome else f"run_report={outcome['run_report']}")
     return EXIT_DONE
 
@@ -120,7 +122,7 @@ def _headline(outcome: dict[str, Any]) -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from flows.forecast import forecast
+    from flows.forecast import estimate_said, forecast, total_said
 
     config = _config(options)
     _refuse_unfit(config)
@@ -128,8 +130,11 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"stages": stages}))
         return EXIT_DONE
+    currency = config.nodes.currency
     for stage in stages:
-        print(f"{stage['stage']:14} {stage['key']}  {stage['will']:7} {stage['detail']}")
+        said = f"{stage['detail']}{estimate_said(stage['estimate'], currency)}"
+        print(f"{stage['stage']:14} {stage['key']}  {stage['will']:7} {said}")
+    print(f"{'total':14} {total_said((stage['estimate'] for stage in stages), currency)}")
     return EXIT_DONE
 
 
@@ -177,6 +182,15 @@ def _export_states(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _serve_command(options: argparse.Namespace) -> int:
+    from infra.serve_command import serve_command
+
+    command = serve_command(options.uri, options.verifier)
+    said = {"draft": command.draft, "environment": command.environment, "arguments": command.arguments}
+    print(json.dumps(said) if options.json else command)
+    return EXIT_DONE
+
+
 def _gc(options: argparse.Namespace) -> int:
     from flows.gc import collect_garbage
 
@@ -187,7 +201,7 @@ def _gc(options: argparse.Namespace) -> int:
 def _automations(options: argparse.Namespace) -> int:
     from flows.automations import install
 
-    installed = install()
+    installed = install(notify=options.notify)
     if options.json:
         print(json.dumps({"automations": installed}))
         return EXIT_DONE
@@ -225,9 +239,20 @@ def _parser() -> argparse.ArgumentParser:
             help="override one field; may be given several times",
         )
     export.add_argument("folder", metavar="FOLDER", help="a new folder on this machine")
-    add("automations", _automations, "install what puts a deployment's run back after its node has died")
+    automations = add(
+        "automations", _automations, "install what puts a deployment's run back after its node has died"
+    )
+    automations.add_argument(
+        "--notify",
+        metavar="TYPE/NAME",
+        help="a notification block of the Prefect server, such as slack-webhook/team, to be told of failed runs, "
+        "runs that crash twice, and promotions",
+    )
     verify = add("verify", _verify, "reread every shard and compare it with its record")
     verify.add_argument("uri", help="an artifact root, or one stage's folder below it")
+    serve = add("serve-command", _serve_command, "print the vLLM command that serves the promoted speculator")
+    serve.add_argument("uri", help="an artifact root, or any draft's export: ROOT/drafts/KEY/export")
+    serve.add_argument("--verifier", metavar="NAME", help="which one, where a root has speculators of several")
     gc = add("gc", _gc, "list what of a root nobody needs any more, and remove it when told so")
     gc.add_argument("uri", metavar="root", help="an artifact root")
     gc.add_argument("--delete", action="store_true", help="remove what is listed; without it nothing changes")

@@ -14,11 +14,14 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from infra.config import Config
 from infra.errors import InputError
-from infra.evaluation import EvaluateConfig
+from infra.evaluation_config import PROMOTED, EvaluateConfig
 from infra.extraction import ExtractConfig
 from infra.gpu_sets import check_set_sizes
 from infra.inference import GenerateConfig
 from infra.interchange_import import ImportConfig
+from infra.locations import project_home
+from infra.nodes_config import NodesConfig
+from infra.promotion_gate import PromoteConfig
 from infra.prompts import PromptsConfig
 from infra.training.config import TrainConfig
 from infra.verifier import VerifierConfig
@@ -26,9 +29,45 @@ from infra.vllm_server import VllmConfig
 from infra.vocab import VocabConfig
 
 
-class PipelineConfig(Config):
-    """Everything one pipeline run needs. Stages' keys are made of the content fields of these sections."""
+def profile_names() -> list[str]:
+    """Names of the configs in deployments/ that are there to be chosen."""
+    return sorted(path.stem for path in profile_folder().glob("*.yaml"))
 
+
+def profile_folder() -> Path:
+    return project_home() / "deployments"
+
+
+def profile_tree(name: str) -> dict[str, Any]:
+    """The fields of a profile, as its file gives them.
+
+    Raises:
+        InputError: there is no such profile, or its file is not a config.
+    """
+    if name not in (known := profile_names()):
+        raise InputError("profile", f"there is no profile {name!r}; known are {', '.join(known)}")
+    tree = _read_yaml(str(profile_folder() / f"{name}.yaml"))
+    if "profile" in tree:
+        raise InputError("profile", f"{name}.yaml names a profile itself; a profile must stand alone")
+    return tree
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+def _as_drop_down(schema: dict[str, Any]) -> None:
+    schema.pop("anyOf", None)
+    schema.update(type="string", enum=profile_names())
+
+
+class PipelineConfig(Config):
+    """Everything one pipeline run needs: a profile, and what differs from it. What is left empty is as it says."""
+
+    # Stages' keys are made of the content fields of these sections.
+
+    profile: str | None = Field(default=None, exclude_if=_is_none, json_schema_extra=_as_drop_down)
+    """A config in deployments/, by its name without `.yaml`: every field that is not given here is as it says."""
     root: str = Field(min_length=1)
     """Where the artifacts live: a folder, or s3://bucket/prefix."""
     credentials_block: str | None = Field(default=None, min_length=1)
@@ -51,9 +90,20 @@ class PipelineConfig(Config):
     """How the draft is trained."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """How the speculator is measured against no speculation and n-gram."""
+    promote: PromoteConfig | None = None
+    """What a draft must show to be promoted; without this section none is. In no stage's key."""
+    nodes: NodesConfig = NodesConfig()
+    """How many nodes share the work, and what they cost."""
     max_idle_attempts: int = Field(default=5, ge=1)
     """A deployment's run that dies is started again by itself; after this many attempts in a row that committed
     nothing new it fails instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on_top_of_profile(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("profile") is None:
+            return given
+        return _laid_over(cls, profile_tree(str(given["profile"])), given)
 
     @field_validator("root")
     @classmethod
@@ -91,6 +141,21 @@ class PipelineConfig(Config):
                     f"{section}.max_tokens: {limit} leaves no room for a prompt in vllm.max_model_len "
                     f"{longest}; lower the one or raise the other"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _gate_is_measured(self) -> Self:
+        missing = set(self.promote.min_speedup if self.promote else ()) - set(self.evaluate.concurrency)
+        if missing:
+            raise ValueError(
+                f"promote.min_speedup: {min(missing)} requests in flight are not measured; add them to "
+                "evaluate.concurrency, or leave them out"
+            )
+        if self.promote and self.promote.not_worse_than == PROMOTED and PROMOTED not in self.evaluate.drafts:
+            raise ValueError(
+                "promote.not_worse_than: `promoted` must be measured to be compared with; add it to "
+                "evaluate.drafts, or set not_worse_than to null"
+            )
         return self
 
     @model_validator(mode="after")
@@ -157,6 +222,18 @@ def _config_class(annotation: Any) -> Any:
         if (found := _config_class(argument)) is not None:
             return found
     return None
+
+
+def _laid_over(model: Any, below: dict[str, Any], given: Any) -> dict[str, Any]:
+    """`given` on top of `below`: sections are merged, any other value (a list, a mapping of names) is replaced."""
+    merged = dict(below)
+    for name, value in given.items():
+        field, under = model.model_fields.get(name), below.get(name)
+        section = _config_class(field.annotation) if field else None
+        if section is not None and isinstance(value, dict) and isinstance(under, dict):
+            value = _laid_over(section, under, value)
+        merged[name] = value
+    return merged
 
 
 def _read_yaml(path: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from prefect import flow
 
 from flows.config import PipelineConfig
 from flows.interchange import make_imported_states
+from flows.nodes import Feed, helped
 from flows.stage import Stages, StageWork, Summary, inspect, own_inputs, run_stage
 from infra import manifest, storage
 from infra.build_pool import BuildPool
@@ -28,7 +30,9 @@ from infra.extraction_budget import (
 )
 from infra.extraction_config import resolve_layer_ids, states_meta
 from infra.extraction_pool import EnginePool, ShardQueue
-from infra.manifest import Shard, ShardRecord
+from infra.gauges import show_extraction
+from infra.generation_progress import Rate
+from infra.manifest import Shard, ShardRecord, StageState
 from infra.schemas import STATUS_FAILED
 from infra.staging import Staging
 from infra.state_checks import StateChecks, open_head
@@ -55,7 +59,10 @@ def plan_shards(stages: Stages) -> list[Shard]:
 
 
 async def make_hidden_states(work: StageWork) -> Mapping[str, Any]:
-    peak_staging_bytes = await extract_missing(work) if work.state.missing else 0
+    peak_staging_bytes = 0
+    if work.state.missing:
+        async with helped(work, shards_at_once(work.config)):
+            peak_staging_bytes = await extract_missing(work)
     records = (await inspect(work.stage)).records.values()
     config = work.config.extract
     refuse_bad_states(work.stage, records, config.max_failed_share, config.checks)
@@ -65,25 +72,50 @@ async def make_hidden_states(work: StageWork) -> Mapping[str, Any]:
 
 
 async def extract_missing(work: StageWork) -> int:
-    """Extract every missing shard. Returns the most bytes that were staged at one time."""
+    """Extract every missing shard; on many nodes, those that this one claims.
+
+    Returns:
+        The most bytes that were staged at one time.
+    """
     config, stage, state = work.config, work.stage, work.state
-    verifier = await materialize_verifier(config.verifier)
-    making = await asyncio.to_thread(Making, work, verifier, await work.inputs())
-    # What a shard takes is measured once, before the others are begun; an earlier run may have done so.
-    queue = ShardQueue(state.missing, first_alone=not making.budget_said)
-    ahead = min(len(state.missing), (config.extract.shards_per_engine or FEWEST_SHARDS) * config.extract.engines)
-    async with (
-        staging_of(stage, config.extract) as staging,
-        building(stage, staging, making.checks, verifier, ahead) as making.builders,
-        StageProgress("hidden_states", len(state.plan), len(state.records)) as making.progress,
-    ):
-        trusted = config.verifier.trust_remote_code
-        launches = [
-            partial(extracting, stage, number, config.extract, vllm, verifier, staging, trust_remote_code=trusted)
-            for number, vllm in enumerate(engine_configs(config.extract, config.vllm))
-        ]
-        await EnginePool(launches, making.shard, queue, partial(making.shards_per_engine, staging)).make_all()
-    return staging.peak_bytes
+    progress = StageProgress("hidden_states", len(state.plan), len(state.records))
+    making: Making | None = None
+
+    def see(state: StageState) -> None:
+        progress.at(len(state.records))
+        if making is not None:
+            making.see(state)
+
+    block_size = shards_at_once(config)
+    async with Feed(work, block_size, see) as feed:
+        if not await feed.begin():
+            return 0
+        verifier = await materialize_verifier(config.verifier)
+        making = await asyncio.to_thread(Making, work, verifier, await work.inputs(), feed, progress)
+        # What a shard takes is measured once, before the others are begun; an earlier run may have done so.
+        queue = ShardQueue(feed, first_alone=not making.budget_said)
+        ahead = min(len(state.missing), block_size)
+        async with (
+            staging_of(stage, config.extract, work.partition) as staging,
+            building(stage, staging, making.checks, verifier, ahead, work.partition) as making.builders,
+            progress,
+        ):
+            trusted = config.verifier.trust_remote_code
+            launches = [
+                partial(
+                    extracting,
+                    *(stage, number, config.extract, vllm, verifier, staging, work.partition),
+                    trust_remote_code=trusted,
+                )
+                for number, vllm in enumerate(engine_configs(config.extract, config.vllm))
+            ]
+            await EnginePool(launches, making.shard, queue, partial(making.shards_per_engine, staging)).make_all()
+        return staging.peak_bytes
+
+
+def shards_at_once(config: PipelineConfig) -> int:
+    """Shards that this node's engines have in hand at a time, at first."""
+    return config.extract.engines * (config.extract.shards_per_engine or FEWEST_SHARDS)
 
 
 class Making:
@@ -94,10 +126,19 @@ class Making:
         StageFailed: by what an earlier run has left: the root cannot hold the rest, or too many rows have failed.
     """
 
-    def __init__(self, work: StageWork, verifier: Verifier, inputs: Mapping[str, ShardRecord]) -> None:
-        self.progress: StageProgress
+    def __init__(
+        self,
+        work: StageWork,
+        verifier: Verifier,
+        inputs: Mapping[str, ShardRecord],
+        feed: Feed,
+        progress: StageProgress,
+    ) -> None:
         self.builders: BuildPool
         self.budget_said = False
+        self._feed, self._progress = feed, progress
+        self._num_tokens, self._token_rate = 0, Rate()
+        self._token_rate.sample(0, time.monotonic())
         self._config, self._stage, self._plan = work.config.extract, work.stage, work.state.plan
         self._inputs = inputs
         self._num_rows = sum(inputs[name].rows for shard in self._plan for name in shard.inputs)
@@ -112,6 +153,11 @@ class Making:
             longest = work.config.vllm.max_model_len or work.config.generate.max_tokens
             self._warn_of_bound(longest * raw_bytes_per_token(len(meta.layer_ids), meta.hidden_size))
 
+    def see(self, state: StageState) -> None:
+        """Take what other nodes have committed for known."""
+        self._records.update(state.records)
+        self._num_failed = sum(map(num_failed, self._records.values()))
+
     async def shard(self, engine: ExtractionEngine, shard: Shard) -> None:
         """Make one.
 
@@ -121,8 +167,12 @@ class Making:
         inputs = own_inputs(shard, self._inputs)
         record = await extract_shard(self._stage, shard, inputs, engine, self.builders)
         self._records[shard.shard] = record
-        self._num_failed += num_failed(record)
-        self.progress.advance()
+        self._num_failed = sum(map(num_failed, self._records.values()))
+        self._num_tokens += record.extra.get("num_tokens", 0)
+        self._token_rate.sample(self._num_tokens, time.monotonic())
+        show_extraction(self._stage, self._records.values(), self._num_rows, self._token_rate.per_second)
+        self._progress.advance()
+        await self._feed.made(shard)
         self._refuse_failing()
         if not self.budget_said:
             self._say_budget()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from flows.config import PipelineConfig
+from flows.estimates import Estimator, num_measured_requests
 from flows.generate import planned_salvage
 from flows.interchange import import_costs
 from flows.resolve import resolve
@@ -14,6 +16,7 @@ from infra.extraction_budget import EXPECTED_RATIO, Budget, Measured, raw_bytes_
 from infra.extraction_config import resolve_layer_ids
 from infra.manifest import StageRef, StageState
 from infra.prompts import load_prompts
+from infra.salvage import Salvage
 from infra.schemas import STATUS_FAILED
 from infra.start_draft import START
 from infra.verifier import resolve_shape
@@ -38,22 +41,59 @@ def _status_row(stage: StageRef, state: StageState) -> dict[str, Any]:
 
 
 def forecast(config: PipelineConfig) -> list[dict[str, Any]]:
-    """For each stage: its key, whether it will be reused, continued or made, and what that costs at most."""
+    """For each stage: its key, whether it will be reused, continued or made, and what that takes.
+
+    `detail` says in words what it costs at most; `estimate` (`flows.estimates`) what it is expected to take, None
+    for a stage that is reused, or imported.
+    """
     stages = resolve(config)
     states = {name: manifest.inspect(stage) for name, stage in stages.items()}
-    costs = _costs(config, stages, states)
+    prompts = load_prompts(config.prompts)
+    salvage = planned_salvage(config, stages)
+    samples = len(prompts.train)
+    requests = samples if salvage is None else salvage.redone.total()
+    costs = _costs(config, stages, states, samples, len(prompts.heldout), requests, salvage)
+    estimator = Estimator(config, stages, states, num_samples=samples, num_requests=requests)
+    imported = import_costs(config)
     rows, stale = [], False
     for name, stage in stages.items():
         state = states[name]
         if state.complete and not stale:
-            will, detail = "reuse", _reuse_detail(state)
+            will, detail, estimate = "reuse", _reuse_detail(state), None
         else:
             will = "resume" if state.records else "make"
             done = f"{len(state.records)} of {len(state.plan)} shards are done; " if state.plan else ""
             detail = done + costs[name]()
+            estimate = None if name in imported else asdict(estimator.estimate(name))
         stale = stale or will != "reuse"
-        rows.append({"stage": name, "key": stage.key, "will": will, "detail": detail})
+        rows.append({"stage": name, "key": stage.key, "will": will, "detail": detail, "estimate": estimate})
     return rows
+
+
+def estimate_said(estimate: Mapping[str, Any] | None, currency: str) -> str:
+    """An estimate for a person; nothing for none."""
+    if estimate is None:
+        return ""
+    guessed = "guess" in (estimate["amount_basis"], estimate["rate_basis"])
+    said = "; about " if not guessed else "; a guess: "
+    if estimate["tokens"] is not None:
+        said += f"{estimate['tokens']:,.0f} tokens, "
+    if estimate["size_bytes"] is not None:
+        said += f"{readable(estimate['size_bytes'])}, "
+    return said + hours_said(estimate["hours"], estimate["cost"], currency)
+
+
+def total_said(estimates: Iterable[Mapping[str, Any] | None], currency: str) -> str:
+    """All that is to be made, for a person."""
+    found = [estimate for estimate in estimates if estimate is not None]
+    prices = [estimate["cost"] for estimate in found if estimate["cost"] is not None]
+    guesses = sum("guess" in (estimate["amount_basis"], estimate["rate_basis"]) for estimate in found)
+    total = hours_said(sum(estimate["hours"] for estimate in found), sum(prices) if prices else None, currency)
+    return f"about {total}" + (f"; {guesses} of {len(found)} stages are guesses" if guesses else "; as measured")
+
+
+def hours_said(hours: float, cost: float | None, currency: str) -> str:
+    return f"{hours:.1f} hours" + ("" if cost is None else f", {cost:,.2f} {currency}")
 
 
 def _reuse_detail(state: StageState) -> str:
@@ -63,16 +103,18 @@ def _reuse_detail(state: StageState) -> str:
 
 
 def _costs(
-    config: PipelineConfig, stages: Mapping[str, StageRef], states: Mapping[str, StageState]
+    config: PipelineConfig,
+    stages: Mapping[str, StageRef],
+    states: Mapping[str, StageState],
+    samples: int,
+    heldout: int,
+    requests: int,
+    salvage: Salvage | None,
 ) -> dict[str, Callable[[], str]]:
     """What each stage costs: upper bounds from the config and the prompts alone, but for states already begun."""
-    prompts = load_prompts(config.prompts)
-    samples, heldout = len(prompts.train), len(prompts.heldout)
-    salvage = planned_salvage(config, stages)
-    requests = samples if salvage is None else salvage.redone.total()
     kept = "" if salvage is None else f"; {salvage}"
     longest = config.generate.max_tokens
-    measured = sum(config.evaluate.num_prompts) * config.evaluate.rounds * len(config.evaluate.methods)
+    measured = num_measured_requests(config)
     steps = config.train.num_steps
     revision = stages["drafts"].content["revisions"].get(START)
     start = "" if revision is None else f", from train.init_from.revision={revision}"

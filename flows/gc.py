@@ -19,8 +19,7 @@ def collect_garbage(options: argparse.Namespace) -> None:
         InputError: it is no artifact root.
     """
     root: str = options.uri
-    folders = {name.partition("/")[0] for name in storage.list_sizes(root)}
-    if not folders & {*STAGES, "runs"}:
+    if not is_root(root):
         raise InputError(root, "is no artifact root: it holds no stage and no run")
     found = survey(root, complete_stages=options.complete_stages)
     gone: list[Item] = []
@@ -39,6 +38,12 @@ def collect_garbage(options: argparse.Namespace) -> None:
     print(f"garbage={len(found.items)} garbage_bytes={found.size_bytes} {removed}")
     if found.items and not options.delete:
         print("Nothing was removed; add --delete for that.")
+
+
+def is_root(root: str) -> bool:
+    """Whether there is a stage or a run below it."""
+    folders = {name.partition("/")[0] for name in storage.list_sizes(root)}
+    return bool(folders & {*STAGES, "runs"})
 
 
 def _row(item: Item) -> dict[str, Any]:

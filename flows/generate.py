@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +15,13 @@ from prefect import flow
 
 from flows.config import PipelineConfig
 from flows.interchange import make_imported_responses, plan_import
+from flows.nodes import Feed, helped
 from flows.stage import Stages, StageWork, Summary, inspect, own_inputs, refuse_failed_rows, run_all, run_stage
 from infra import manifest
 from infra.conversations import Rebuilder
 from infra.generation_progress import GenerationProgress
 from infra.inference import PartialShard
-from infra.manifest import Shard, ShardRecord
+from infra.manifest import Shard, ShardRecord, StageState
 from infra.prompts import TRAIN
 from infra.reconstruct import Reconstructor
 from infra.responses import TOKEN_SOURCE_SERVER
@@ -64,29 +66,39 @@ async def make_responses(work: StageWork) -> Mapping[str, Any] | None:
         refuse_kept_failures(salvage, config.max_failed_share)
         logger.info("%s.", salvage)
     if work.state.missing:
-        await answer_missing(work)
+        async with helped(work, shards_at_once(work.config)):
+            await answer_missing(work)
     records = (await inspect(work.stage)).records.values()
     refuse_failed_rows(work.stage, records, config.max_failed_share)
     return {"salvage": salvage.to_json()} if salvage is not None else None
 
 
 async def answer_missing(work: StageWork) -> None:
-    config, stage, state = work.config, work.stage, work.state
+    """Answer every missing shard; on many nodes, those that this one claims."""
+    config, stage = work.config, work.stage
     inputs = await work.inputs()
-    rebuilder = await rebuilder_of(config)
-    num_rows = sum(inputs[shard.inputs[0]].rows for shard in state.plan)  # one for each prompt
+    num_rows = sum(inputs[shard.inputs[0]].rows for shard in work.state.plan)  # one for each prompt
     rows = GenerationProgress(num_rows, config.generate.max_failed_share, rows_before(work, inputs))
-    async with (
-        ServerPool(await launches(work), config.generate, config.generate.servers) as pool,
-        watching(stage, rows, pool),
-    ):
 
-        def job(shard: Shard) -> Callable[[], Coroutine[Any, Any, Any]]:
-            rest = PartialShard()  # rows that a first attempt has left need not be made again
-            shared = (config.generate, pool, rest, rows, rebuilder)
-            return partial(generate_shard, stage, shard, own_inputs(shard, inputs), *shared)
+    def see(state: StageState) -> None:
+        others = {shard: record for shard, record in state.records.items() if shard not in feed.mine}
+        rows.see_before(rows_before(replace(work, state=replace(state, records=others)), inputs))
 
-        await run_all((job(shard) for shard in state.missing), at_once=shards_at_once(config))
+    async with Feed(work, shards_at_once(config), see) as feed:
+        if not await feed.begin():
+            return
+        rebuilder = await rebuilder_of(config)
+        pool = ServerPool(await launches(work), config.generate, config.generate.servers)
+        async with pool, watching(stage, rows, pool):
+
+            async def answer(shard: Shard) -> None:
+                rest = PartialShard()  # rows that a first attempt has left need not be made again
+                shared = (config.generate, pool, rest, rows, rebuilder)
+                await generate_shard(stage, shard, own_inputs(shard, inputs), *shared)
+                await feed.made(shard)
+
+            jobs = (partial(answer, shard) async for shard in feed)
+            await run_all(jobs, at_once=shards_at_once(config))
 
 
 def rows_before(work: StageWork, inputs: Mapping[str, ShardRecord]) -> Counter[str]:
@@ -112,7 +124,7 @@ async def launches(work: StageWork) -> list[Launch]:
         return external_launches(servers, config.vllm, verifier_name(config.verifier))
     verifier = await materialize_verifier(config.verifier)
     trusted = config.verifier.trust_remote_code
-    return replica_launches(servers, config.vllm, verifier, work.stage, trust_remote_code=trusted)
+    return replica_launches(servers, config.vllm, verifier, work.stage, work.partition, trust_remote_code=trusted)
 
 
 def shards_at_once(config: PipelineConfig) -> int:

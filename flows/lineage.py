@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,8 +17,10 @@ from flows.config import PipelineConfig
 from flows.credentials import use_credentials
 from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
+from flows.run_names import name_run
 from flows.stage import Summary
 from infra import storage
+from infra.promotion import Outcome
 from infra.provenance import provenance
 
 # A store that is just away when a run is put back may be waited for.
@@ -27,13 +29,14 @@ ROOT_SECONDS = 120.0
 
 @dataclass
 class Run:
-    """One run of the pipeline. `stages` is filled when they are done."""
+    """One run of the pipeline. `stages` is filled when they are done, `promotion` where a gate was set."""
 
     run_id: str
     config: PipelineConfig
     keys: dict[str, str]
     started_at: str
     stages: list[Summary] = field(default_factory=list)
+    promotion: Outcome | None = None
 
     @property
     def uri(self) -> str:
@@ -53,6 +56,7 @@ async def lineage(config: PipelineConfig) -> AsyncIterator[Run]:
     show_plain_errors()
     await use_credentials(config)
     stages = await asyncio.to_thread(resolve, config)
+    await name_run("pipeline", config, stages)
     await asyncio.to_thread(storage.check_root, config.root, ROOT_SECONDS)
     run = Run(str(flow_run.get_id()), config, {name: stage.key for name, stage in stages.items()}, _now())
     await asyncio.to_thread(_write, run, "running", None)
@@ -76,6 +80,7 @@ def _write(run: Run, status: str, error: str | None) -> None:
         "config": run.config.model_dump(mode="json"),
         "keys": run.keys,
         "stages": run.stages,
+        "promotion": asdict(run.promotion) if run.promotion else None,
         "provenance": provenance(),
     }
     storage.put(run.uri, json.dumps(said, indent=1, sort_keys=True).encode())

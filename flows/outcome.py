@@ -3,43 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import re
 from typing import Any
 
-from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
+from prefect.artifacts import acreate_image_artifact, acreate_markdown_artifact, acreate_table_artifact
 
 from flows.lineage import Run
 from flows.stage import Summary
 from infra import storage
-from infra.evaluation import BASELINE
-from infra.report import StageLine, result_table, stage_table
+from infra.findings import lowest_load
+from infra.report import StageLine, stage_table
+from infra.report_tables import markdown_table, result_table
 from tasks.evaluate import REPORT_FILE, read_report, read_results
+
+PLOT = re.compile(r"!\[([^\]]*)\]\((\w+\.png)\)")
 
 
 async def publish_outcome(run: Run) -> dict[str, Any]:
     """Publish the run's report and return its headline figures.
 
     Returns:
-        `stages` and the URI `run_report`; with an evaluation also its `report`, and `acceptance_length` and
-        `speedup_c1` of the speculator with the fewest requests in flight (None without one).
+        `stages`, the URI `run_report`, and `promotion` in a sentence (None without a gate); with an evaluation also
+        its `report`, and `acceptance_length` and `speedup_c1` of the speculator with the fewest requests in flight
+        (None without one).
     """
     table = stage_table([_line(summary) for summary in run.stages])
-    text = f"# Run {run.run_id}\n\n{_markdown_table(table)}\n"
-    outcome: dict[str, Any] = {"stages": run.stages, "run_report": run.report_uri}
+    promotion = str(run.promotion) if run.promotion else None
+    parts = [f"# Run {run.run_id}", f"**{promotion}**" if promotion else ""]
+    outcome: dict[str, Any] = {"stages": run.stages, "run_report": run.report_uri, "promotion": promotion}
     await acreate_table_artifact(table, key="stages", description="What this run made and what it reused")
     evaluation = next((stage["uri"] for stage in run.stages if stage["stage"] == "evaluations"), None)
     if evaluation is not None:
         rows = await asyncio.to_thread(read_results, evaluation)
-        text += "\n" + await asyncio.to_thread(read_report, evaluation)
+        report = await asyncio.to_thread(read_report, evaluation)
+        parts.append(report.strip())
         outcome |= {"report": storage.join(evaluation, REPORT_FILE), **_headline(rows)}
         await acreate_table_artifact(result_table(rows), key="evaluation", description="Speed and acceptance")
-    await asyncio.to_thread(storage.put, run.report_uri, text.encode())
-    await acreate_markdown_artifact(text, key="report", description=f"Report of run {run.run_id}")
+        await _publish_plots(evaluation, report)
+    parts.append(f"## Stages of this run\n\n{markdown_table(table)}")
+    text = "\n\n".join(part for part in parts if part) + "\n"
+    beside = PLOT.sub(rf"![\1](../evaluations/{run.keys['evaluations']}/\2)", text)
+    await asyncio.to_thread(storage.put, run.report_uri, beside.encode())
+    # The UI shows no image within a text: the plots are artifacts of their own.
+    without = PLOT.sub("", text)
+    await acreate_markdown_artifact(without, key="report", description=f"Report of run {run.run_id}")
     return outcome
 
 
+async def _publish_plots(evaluation_uri: str, report: str) -> None:
+    """The report's plots as artifacts that need no file server: the UI takes an image's data for its address."""
+    for title, name in PLOT.findall(report):
+        png = await asyncio.to_thread(storage.get, storage.join(evaluation_uri, name))
+        address = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        key = "plot-" + name.removesuffix(".png").replace("_", "-")
+        await acreate_image_artifact(address, key=key, description=title)
+
+
 def _headline(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    measured = sorted((row for row in rows if row["method"] != BASELINE), key=lambda row: int(row["concurrency"]))
-    ours = next((row for row in measured if row["method"] == "eagle3"), None)
+    ours = next((row for row in lowest_load(rows) if row["method"] == "eagle3"), None)
     return {
         "acceptance_length": ours["acceptance_length"] if ours else None,
         "speedup_c1": ours["speedup"] if ours else None,
@@ -56,9 +78,3 @@ def _line(summary: Summary) -> StageLine:
         status_counts=totals["status_counts"],
         size_bytes=totals["size_bytes"],
     )
-
-
-def _markdown_table(lines: list[dict[str, str]]) -> str:
-    names = list(lines[0])
-    body = [names, ["---"] * len(names), *([line[name] for name in names] for line in lines)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in body)

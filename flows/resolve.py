@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from flows.config import PipelineConfig
+from infra import promotion
+from infra.evaluation_config import GENERATION, PROMOTED, Draft
+from infra.evaluation_drafts import draft_revisions, new_draft, other_drafts
+from infra.evaluation_prompts import source_revisions
 from infra.fingerprint import stage_content
 from infra.interchange_import import IMPORTED, SECTION, import_revision
 from infra.manifest import StageRef
@@ -17,7 +21,7 @@ from infra.provenance import hardware_name
 from infra.salvage import salvaging
 from infra.schemas import SCHEMA_VERSIONS
 from infra.start_draft import START, start_revision
-from infra.verifier import resolve_revision
+from infra.verifier import resolve_revision, verifier_name
 from infra.vllm_server import vllm_version
 
 
@@ -54,7 +58,28 @@ def resolve(config: PipelineConfig) -> dict[str, StageRef]:
         **verifier,
         "vllm": vllm_version(config.vllm),
         "hardware": hardware_name(),
+        **{f"evaluate/{dataset}": revision for dataset, revision in source_revisions(config.evaluate).items()},
+        **draft_revisions(measured_drafts(config, stages["drafts"].key)[1:]),
     }
-    served_with = {"vllm": config.vllm.how_served()}
+    served_with: dict[str, Any] = {"vllm": config.vllm.how_served()}
+    if imported is not None and GENERATION in config.evaluate.temperature:  # else it is in the responses' key
+        served_with["generate"] = config.generate.content()
     add("evaluations", {**config.evaluate.content(), **served_with}, measured_with, ("prompts", "drafts"))
     return stages
+
+
+def measured_drafts(config: PipelineConfig, new_key: str) -> list[Draft]:
+    """The speculators that the evaluation measures, the new one first.
+
+    Raises:
+        InputError: one that `evaluate.drafts` names is not there.
+    """
+    new = new_draft(config.root, new_key)
+    return [new, *other_drafts(config.evaluate, config.root, new_key, promoted_rival(config, new_key))]
+
+
+def promoted_rival(config: PipelineConfig, new_key: str) -> str | None:
+    """Key of the promoted speculator to measure beside the new one, where that is asked for and there is one."""
+    if PROMOTED not in config.evaluate.drafts:
+        return None
+    return promotion.rival(config.root, verifier_name(config.verifier), new_key)

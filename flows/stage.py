@@ -6,8 +6,18 @@ import asyncio
 import functools
 import itertools
 import logging
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -16,10 +26,13 @@ from prefect.states import Completed
 from flows.attempts import refuse_crash_loop
 from flows.config import PipelineConfig
 from flows.credentials import use_credentials
+from flows.estimates import SHARED, amount_made
 from flows.lease import holding
 from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
+from flows.run_names import name_run
 from infra import manifest
+from infra.effort import Effort
 from infra.errors import DamagedShard, LeaseLost, ServerError, StageFailed
 from infra.manifest import Shard, ShardRecord, StageRef, StageState
 from infra.provenance import provenance
@@ -50,6 +63,8 @@ class StageWork:
 
     Args:
         lease_epoch: of the lease under which it is made; a higher one supersedes it.
+        partition: where another run holds the stage's lease and this one helps it (flows/partition.py), a name
+            that tells this one's processes and folders from others on the same machine; else empty.
     """
 
     config: PipelineConfig
@@ -57,6 +72,7 @@ class StageWork:
     stage: StageRef
     state: StageState
     lease_epoch: int
+    partition: str = ""
 
     async def inputs(self) -> dict[str, ShardRecord]:
         """The present record of every upstream shard, by `<stage>/<shard>`."""
@@ -83,6 +99,7 @@ async def run_stage(
     await use_credentials(config)
     stages = await asyncio.to_thread(resolve, config)
     stage = stages[name]
+    await name_run(name, config, stages)
     await refuse_crash_loop(config, stages)
     await asyncio.to_thread(refuse_absent_upstream, stages, stage)
     if plan_shards is not None:
@@ -105,7 +122,18 @@ async def _make_missing(config: PipelineConfig, stages: Stages, stage: StageRef,
             return reused(stage, state)
         report_missing(stage, state)
         await show_reused_shards(stage, state)
-        return await close_stage(stage, await make(StageWork(config, stages, stage, state, lease.epoch)))
+        work, began = StageWork(config, stages, stage, state, lease.epoch), time.monotonic()
+        extra = await make(work)
+        return await close_stage(stage, extra, await effort_of(work, time.monotonic() - began))
+
+
+async def effort_of(work: StageWork, seconds: float) -> Effort | None:
+    """What this run has made of the stage and what it took, for later plans; None where that cannot be told."""
+    state = await inspect(work.stage)
+    made = [record for shard, record in state.records.items() if shard not in work.state.records]
+    amount = amount_made(work.config, work.stages, work.stage.stage, made, resumed=work.lease_epoch > 1)
+    num_nodes = work.config.nodes.count if work.stage.stage in SHARED else 1
+    return None if amount is None else Effort(amount, seconds * num_nodes)
 
 
 def own_inputs(shard: Shard, inputs: Mapping[str, ShardRecord]) -> dict[str, ShardRecord]:
@@ -160,9 +188,10 @@ async def show_reused_shards(stage: StageRef, state: StageState) -> None:
         await reuse_shard(stage, record)
 
 
-async def close_stage(stage: StageRef, extra: Mapping[str, Any] | None = None) -> Summary:
+async def close_stage(stage: StageRef, extra: Mapping[str, Any] | None, effort: Effort | None) -> Summary:
     """Write the manifest of a stage whose shards are all committed."""
-    written = await asyncio.to_thread(manifest.finish, stage, provenance(), extra)
+    taken = {} if effort is None else {"effort": effort.to_json()}
+    written = await asyncio.to_thread(manifest.finish, stage, provenance(**taken), extra)
     return summarize(stage, written, reused=False)
 
 
@@ -190,11 +219,17 @@ def refuse_failed_rows(stage: StageRef, records: Iterable[ShardRecord], max_shar
         )
 
 
-async def run_all(jobs: Iterable[Callable[[], Coroutine[Any, Any, Any]]], at_once: int) -> None:
-    """Run the jobs in order, at most `at_once` together. The first error cancels the others and is raised."""
+Job = Callable[[], Coroutine[Any, Any, Any]]
+
+
+async def run_all(jobs: Iterable[Job] | AsyncIterable[Job], at_once: int) -> None:
+    """Run the jobs in order, at most `at_once` together. The first error cancels the others and is raised.
+
+    The next job is asked for only when there is room for it.
+    """
     room = asyncio.Semaphore(at_once)
 
-    async def run(job: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    async def run(job: Job) -> None:
         try:
             await job()
         finally:
@@ -202,11 +237,17 @@ async def run_all(jobs: Iterable[Callable[[], Coroutine[Any, Any, Any]]], at_onc
 
     try:
         async with asyncio.TaskGroup() as group:
-            for job in jobs:
-                await room.acquire()
+            await room.acquire()
+            async for job in jobs if isinstance(jobs, AsyncIterable) else _one_by_one(jobs):
                 group.create_task(run(job))
+                await room.acquire()
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+async def _one_by_one(jobs: Iterable[Job]) -> AsyncIterator[Job]:
+    for job in jobs:
+        yield job
 
 
 async def with_restarts(attempt: Callable[[], Awaitable[None]], what: str) -> None:

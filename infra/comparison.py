@@ -1,4 +1,4 @@
-"""Comparing a way of decoding with the baseline: acceptance, speed-up with its interval, equality of outputs.
+"""Acceptance, and the speed-up over the baseline with its interval.
 
 Counts are summed over everything and divided once. A speed-up is a ratio within ONE round: what slows the machine
 for a while slows both sides of it.
@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from infra.errors import ServerError, StageFailed
 from infra.evaluation import Measurement
-
-Floats = npt.NDArray[np.float64]
+from infra.intervals import Floats, generator, log_interval, round_spread
 
 REPLICATES = 10_000
-CONFIDENCE = 0.95
-RANDOM_SEED = 20_240_229  # the same measurements give the same interval
+EXACT = 1e-9
 
 FASTER = "faster"
 SLOWER = "slower"
@@ -72,7 +69,15 @@ def acceptance(
     if num_drafts == 0:
         return Acceptance(None, (), None)
     rates = tuple(accepted / num_drafts for accepted in accepted_per_position)
-    return Acceptance(1.0 + num_accepted_tokens / num_drafts, rates, num_accepted_tokens / num_draft_tokens)
+    length = 1.0 + num_accepted_tokens / num_drafts
+    check_length(length, rates)
+    return Acceptance(length, rates, num_accepted_tokens / num_draft_tokens)
+
+
+def check_length(length: float, rate_per_position: Sequence[float]) -> None:
+    """Raise ServerError where an acceptance length is not 1 + the sum of its rates by position, to 1e-9."""
+    if not abs(length - 1.0 - math.fsum(rate_per_position)) < EXACT:
+        raise ServerError(f"acceptance length {length!r} is not 1 + the sum of its rates {rate_per_position}")
 
 
 def speedup(method: Sequence[Measurement], baseline: Sequence[Measurement]) -> Speedup:
@@ -99,21 +104,11 @@ def speedup(method: Sequence[Measurement], baseline: Sequence[Measurement]) -> S
     """
     pairs = _paired_rounds(method, baseline)
     by_round = [ours.output_tokens_per_second / theirs.output_tokens_per_second for ours, theirs in pairs]
-    logs = np.log(by_round)
-    center = float(logs.mean())
-    rng = np.random.default_rng(RANDOM_SEED)
-    spread = _prompt_spread(pairs, rng)
-    if len(pairs) > 1:
-        standard_error = float(logs.std(ddof=1)) / math.sqrt(len(pairs))
-        spread = spread + standard_error * rng.standard_t(len(pairs) - 1, size=REPLICATES)
-    tail = (1.0 - CONFIDENCE) / 2.0
-    low, high = np.quantile(center + spread, [tail, 1.0 - tail])
-    return Speedup(
-        ratio=math.exp(center),
-        low=math.exp(min(float(low), center)),
-        high=math.exp(max(float(high), center)),
-        by_round=tuple(by_round),
-    )
+    ratio = math.exp(float(np.log(by_round).mean()))
+    rng = generator()
+    spread = _prompt_spread(pairs, rng) + round_spread(by_round, rng, REPLICATES)
+    low, high = log_interval(ratio, spread)
+    return Speedup(ratio, low, high, tuple(by_round))
 
 
 def _paired_rounds(
@@ -127,9 +122,11 @@ def _paired_rounds(
     prompts = [request.sample_id for request in pairs[0][0].requests]
     for side in (side for pair in pairs for side in pair):
         if [request.sample_id for request in side.requests] != prompts:
-            raise StageFailed(f"{side.method}, round {side.round_index}: not the prompts of the other measurements")
+            raise StageFailed(
+                f"{side.way.name}, round {side.round_index}: not the prompts of the other measurements"
+            )
         if side.output_tokens == 0:
-            raise StageFailed(f"{side.method}, round {side.round_index}: not one token came out")
+            raise StageFailed(f"{side.way.name}, round {side.round_index}: not one token came out")
     return pairs
 
 
@@ -159,55 +156,3 @@ def _prompt_spread(pairs: Sequence[tuple[Measurement, Measurement]], rng: np.ran
     ratios = np.mean([log_speed(ours) - log_speed(theirs) for ours, theirs in pairs], axis=0)
     # Resampling n prompts understates their variance by (n - 1) / n.
     return np.asarray(ratios[1:] - ratios[0]) * math.sqrt(len(kept) / (len(kept) - 1))
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How far two ways of decoding gave the same tokens.
-
-    Attributes:
-        num_compared: pairs of answers.
-        num_identical: pairs without a difference.
-        num_tokens: tokens compared, up to and with each pair's first difference.
-        first_differences: position of the first difference (from 0) of each pair that differs.
-    """
-
-    num_compared: int = 0
-    num_identical: int = 0
-    num_tokens: int = 0
-    first_differences: tuple[int, ...] = ()
-
-    def __add__(self, other: Agreement) -> Agreement:
-        return Agreement(
-            self.num_compared + other.num_compared,
-            self.num_identical + other.num_identical,
-            self.num_tokens + other.num_tokens,
-            self.first_differences + other.first_differences,
-        )
-
-
-def compare_outputs(ours: Measurement, reference: Measurement) -> Agreement:
-    """Compare two measurements' answers prompt by prompt; failed requests are left out.
-
-    Greedy answers part now and then without any fault, where two logits nearly tie in bf16 and another batch shape
-    rounds them the other way. What comes after the first difference says nothing.
-    """
-    theirs = {request.sample_id: request for request in reference.requests if request.error is None}
-    total = Agreement()
-    for request in ours.requests:
-        other = theirs.get(request.sample_id)
-        if request.error is not None or other is None:
-            continue
-        position = _first_difference(request.completion_token_ids, other.completion_token_ids)
-        if position is None:
-            total += Agreement(1, 1, len(request.completion_token_ids))
-        else:
-            total += Agreement(1, 0, position + 1, (position,))
-    return total
-
-
-def _first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    for position, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
-        if mine != other:
-            return position
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))

@@ -7,9 +7,22 @@ work is done (time limits, concurrency, paths, number of GPUs) is not.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+
+_UNITS = {"seconds": "seconds", "gib": "GiB", "nats": "nats"}
+_SPELLED = {
+    "Vllm": "vLLM",
+    "Gpu": "GPU",
+    "gpu": "GPU",
+    "Ttt": "TTT",
+    "lm": "LM",
+    "len": "length",
+    "Num": "Number of",
+}
 
 
 class _ContentMarker:
@@ -22,7 +35,34 @@ CONTENT = _ContentMarker()
 class Config(BaseModel):
     """Base of every config class. The docstring under a field is its description in the Prefect UI."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        field_title_generator=lambda name, _: field_title(name),
+    )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema of a form in which every field may be left empty: it is then as the profile says.
+
+        A default would be filled into the form, sent with it, and so overrule the profile; it is told in words.
+        """
+        outer = handler(core)
+        schema = handler.resolve_ref_schema(outer)
+        schema.pop("required", None)
+        for position, (name, field) in enumerate(schema.get("properties", {}).items()):
+            field["position"] = position  # PostgreSQL's jsonb forgets the order
+            default = field.pop("default", None)
+            field["title"] = field_title(name)
+            if field.get("type") == "boolean":
+                field.pop("type")
+                field["enum"] = [True, False]  # of this type, the older pages send an untouched field as false
+            if default is not None and not isinstance(default, dict):
+                told = f"Default: {json.dumps(default, ensure_ascii=False)}."
+                field["description"] = f"{field.get('description', '')} {told}".strip()
+        return outer
 
     def content(self) -> dict[str, Any]:
         """What of this config enters the stage's key: the CONTENT fields that differ from their defaults.
@@ -42,6 +82,13 @@ class Config(BaseModel):
                 continue  # it differs in what changes nothing that is written
             found[name] = plain
         return found
+
+
+def field_title(name: str) -> str:
+    """A field's name as a title with its unit: `hang_timeout_seconds` is `Hang timeout (seconds)`."""
+    words = name.split("_")
+    unit = f" ({_UNITS[words.pop()]})" if len(words) > 1 and words[-1] in _UNITS else ""
+    return " ".join(_SPELLED.get(word, word) for word in [words[0].capitalize(), *words[1:]]) + unit
 
 
 def _plain(value: Any) -> Any:

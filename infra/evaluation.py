@@ -1,102 +1,35 @@
 """How a draft is measured against its verifier: what is run, in which order, and what one run yields.
 
-Servers for all methods stand side by side; the measurements are taken in interleaved rounds, so that a machine
-that slows down for a minute slows every method of that round. `infra.evaluation_results` turns the measurements
-into rows and intervals. This module starts no server and knows no store.
+Where the machine holds servers for all methods side by side, the measurements are taken in interleaved rounds, so
+that a machine that slows down for a minute slows every method of that round. `infra.evaluation_results` turns the
+measurements into rows and intervals. This module starts no server and knows no store.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
+import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Any, Protocol
 
-from pydantic import Field, PositiveInt, model_validator
-
-from infra.config import CONTENT, Config
-from infra.conversations import split_turns
 from infra.errors import DraftsmithError, InfrastructureError, InputError, ServerError, StageFailed
-from infra.vllm_server import SpeculationCounters
+from infra.evaluation_config import BASELINE, EAGLE3, GREEDILY, EvaluateConfig, Method, Sampling, Way
+from infra.evaluation_prompts import EvaluationPrompt
+from infra.vllm_metrics import RequestFigures, SpeculationCounters, request_figures
 
-log = logging.getLogger("draftsmith.evaluation")
-
-Method = Literal["none", "ngram", "eagle3"]
-BASELINE: Method = "none"
+__all__ = ["BASELINE", "EvaluateConfig", "EvaluationPrompt", "Method"]
 
 WARMUP_MAX_TOKENS = 32
 COUNTER_READS = 50
 COUNTER_INTERVAL_SECONDS = 0.1
+MAX_BEYOND_SHARE = 0.05
+TELLS_REQUESTS = (0, 32)
 
 
-class EvaluateConfig(Config):
-    """What is measured. Speed depends on the load, so concurrency is content here, unlike elsewhere."""
-
-    methods: Annotated[tuple[Method, ...], CONTENT] = ("none", "ngram", "eagle3")
-    """Ways of decoding to compare. `none` is needed: every speed-up is a ratio to it."""
-
-    num_speculative_tokens: Annotated[int, CONTENT, Field(ge=1, le=32)] = 3
-    """Tokens drafted per step by ngram and eagle3 (k)."""
-
-    concurrency: Annotated[tuple[PositiveInt, ...], CONTENT, Field(min_length=1)] = (1, 8)
-    """Requests in flight; one series of measurements for each."""
-
-    num_prompts: Annotated[tuple[PositiveInt, ...], CONTENT, Field(min_length=1)] = (16, 32)
-    """Held-out prompts run in each round, one number per entry of `concurrency` and no smaller than it."""
-
-    rounds: Annotated[int, CONTENT, Field(ge=1)] = 3
-    """How often every method is measured. With one round the intervals know nothing of the machine's noise."""
-
-    max_tokens: Annotated[int, CONTENT, Field(ge=1)] = 256
-    """Limit of each answer."""
-
-    temperature: Annotated[float, CONTENT, Field(ge=0.0, le=2.0)] = 0.0
-    """0 is greedy. On CPU, vLLM's sampling under a speculative method is wrong above 0."""
-
-    warmup_requests: Annotated[int, CONTENT, Field(ge=0)] = 2
-    """Requests sent before each measurement and not counted."""
-
-    prompt_lookup_max: Annotated[int, CONTENT, Field(ge=1)] = 4
-    """ngram: longest run of tokens that is looked up in the text so far."""
-
-    prompt_lookup_min: Annotated[int, CONTENT, Field(ge=1)] = 2
-    """ngram: shortest such run."""
-
-    by_dataset: Annotated[bool, CONTENT] = False
-    """Measure every dataset of held-out prompts by itself (as many times longer) instead of their mixture."""
-
-    max_failed_share: Annotated[float, CONTENT, Field(ge=0.0, lt=1.0)] = 0.02
-    """Share of requests that may fail in a measurement before it is refused."""
-
-    request_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
-    """Longest wait for one answer."""
-
-    settle_seconds: Annotated[float, Field(ge=0)] = 2.0
-    """Least time, warm-up included, between two measurements: the last server's workers stop spinning in it."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if BASELINE not in self.methods:
-            raise ValueError("methods must contain 'none': every speed-up is a ratio to it")
-        for name in ("methods", "concurrency"):
-            values = getattr(self, name)
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name} names an entry twice: {list(values)}")
-        if len(self.num_prompts) != len(self.concurrency):
-            raise ValueError("num_prompts needs one number per entry of concurrency")
-        for streams, prompts in zip(self.concurrency, self.num_prompts, strict=True):
-            if prompts < streams:
-                raise ValueError(f"num_prompts: {prompts} prompts cannot keep {streams} requests in flight")
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError("prompt_lookup_min must not exceed prompt_lookup_max")
-        return self
-
-
-def speculative_config(method: Method, config: EvaluateConfig, draft_path: str | None) -> dict[str, Any] | None:
-    """vLLM's `speculative_config` for a method; None for `none`.
+def speculative_config(way: Way, config: EvaluateConfig, draft_path: str | None = None) -> dict[str, Any] | None:
+    """vLLM's `speculative_config` for a way of decoding; None for `none`.
 
     Args:
         draft_path: local folder of the exported speculator; only eagle3 needs it.
@@ -104,116 +37,104 @@ def speculative_config(method: Method, config: EvaluateConfig, draft_path: str |
     Raises:
         InputError: eagle3 without a draft.
     """
-    if method == "none":
+    if way.method == "none":
         return None
-    if method == "ngram":
+    shared = {"method": way.method, "num_speculative_tokens": way.num_speculative_tokens}
+    if way.method == "ngram":
         return {
-            "method": "ngram",
-            "num_speculative_tokens": config.num_speculative_tokens,
+            **shared,
             "prompt_lookup_max": config.prompt_lookup_max,
             "prompt_lookup_min": config.prompt_lookup_min,
         }
     if not draft_path:
         raise InputError("evaluate.methods", "eagle3 needs an exported draft; leave it out to measure without one")
-    return {"method": "eagle3", "model": draft_path, "num_speculative_tokens": config.num_speculative_tokens}
+    return {**shared, "model": draft_path}
 
 
-@dataclass(frozen=True)
-class EvaluationPrompt:
-    """One held-out prompt, ready to send."""
+def request_metrics_flags(way: Way, version: str) -> list[str]:
+    """Flags by which vLLM says of each answer when its tokens came and what became of each draft.
 
-    sample_id: str
-    dataset: str
-    messages: list[dict[str, Any]]
+    Its counters on /metrics are of the whole server, so they know neither contexts nor domains.
 
-
-def select_prompts(rows: Iterable[Mapping[str, Any]], config: EvaluateConfig) -> dict[str, list[EvaluationPrompt]]:
-    """The held-out prompts to measure with, by dataset label, in a fixed order.
-
-    Rows of `schemas.PROMPTS` go in; training rows and further samples of one prompt are left out. Unless
-    `by_dataset`, the datasets take turns in one list, labelled with their names joined by `+`, so that its first
-    n prompts (`num_prompts`) are a fair mixture for every n.
-
-    Raises:
-        InputError: fewer held-out prompts than the highest concurrency.
+    Args:
+        version: of vLLM; none for one that is older than those that are known to have the flags.
     """
-    groups: dict[str, list[EvaluationPrompt]] = {}
-    seen: set[str] = set()
-    for row in rows:
-        if row["split"] != "heldout" or row["messages"] in seen:
-            continue
-        seen.add(row["messages"])
-        # Of a conversation the first turn: the next ones stand on replies that each method would have to give.
-        messages = split_turns(json.loads(row["messages"]))[0]
-        prompt = EvaluationPrompt(row["sample_id"], row["dataset"], messages)
-        groups.setdefault(prompt.dataset, []).append(prompt)
-    if groups and not config.by_dataset:
-        groups = {"+".join(sorted(groups)): list(_take_turns([groups[name] for name in sorted(groups)]))}
-    needed, wanted = max(config.concurrency), max(config.num_prompts)
-    if not groups:
-        raise InputError("prompts", f"no held-out prompt to evaluate on; at least {needed} are needed")
-    for dataset, prompts in groups.items():
-        if len(prompts) < needed:
-            raise InputError(
-                "evaluate.concurrency",
-                f"{dataset} has {len(prompts)} held-out prompts, which cannot keep {needed} requests in flight",
-            )
-        if len(prompts) < wanted:
-            log.warning("%s has %d held-out prompts of %d wanted: all are used", dataset, len(prompts), wanted)
-    return {dataset: prompts[:wanted] for dataset, prompts in groups.items()}
-
-
-def _take_turns(lists: Sequence[Sequence[EvaluationPrompt]]) -> Iterator[EvaluationPrompt]:
-    for index in range(max(len(items) for items in lists)):
-        yield from (items[index] for items in lists if index < len(items))
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) < TELLS_REQUESTS:
+        return []
+    each_step = [] if way.method == BASELINE else ["--per-request-spec-decode-metrics=detailed"]
+    return ["--enable-per-request-metrics", *each_step]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One measurement to take: which method, under which load, in which round (from 0)."""
+    """One measurement to take: which way of decoding, under which sampling and load, in which round (from 0)."""
 
     round_index: int
     concurrency: int
     num_prompts: int
-    method: Method
+    way: Way
+    sampling: Sampling = GREEDILY
+
+    def __str__(self) -> str:
+        sampled = "" if self.sampling.greedy else f" at {self.sampling.temperature:g}"
+        return f"{self.way.name} x{self.concurrency}{sampled}"
 
 
-def measurement_order(config: EvaluateConfig) -> list[Slot]:
+def measurement_order(config: EvaluateConfig, ways: Sequence[Way], samplings: Sequence[Sampling]) -> list[Slot]:
     """Every measurement of one dataset, rounds interleaved.
 
-    The methods of a round and load stand next to each other, and the one that begins changes with each round, so
-    that neither drift nor place in the order favours a method.
+    The ways of a round and load stand next to each other, and the one that begins changes with each round, so that
+    neither drift nor place in the order favours one.
+
+    Args:
+        ways: those whose servers stand at the same time.
     """
     slots = []
     for round_index in range(config.rounds):
-        shift = round_index % len(config.methods)
-        methods = config.methods[shift:] + config.methods[:shift]
-        for concurrency, num_prompts in zip(config.concurrency, config.num_prompts, strict=True):
-            slots += [Slot(round_index, concurrency, num_prompts, method) for method in methods]
+        shift = round_index % len(ways)
+        turned = [*ways[shift:], *ways[:shift]]
+        for sampling in samplings:
+            for concurrency, num_prompts in zip(config.concurrency, config.num_prompts, strict=True):
+                slots += [Slot(round_index, concurrency, num_prompts, way, sampling) for way in turned]
     return slots
 
 
 @dataclass(frozen=True)
 class RequestResult:
-    """One answered (or failed) request. `latency_seconds` runs from sending to the whole answer."""
+    """One answered (or failed) request.
+
+    Attributes:
+        latency_seconds: from sending to the whole answer.
+        domain: of its prompt.
+        figures: what vLLM says of this request; None where it says nothing.
+    """
 
     sample_id: str
     latency_seconds: float
     completion_token_ids: tuple[int, ...]
     error: str | None = None
+    prompt_token_ids: tuple[int, ...] = ()
+    domain: str = "general"
+    figures: RequestFigures | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.completion_token_ids)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One method under one load in one round. `requests` are in the order of the prompts."""
+    """One way of decoding under one load in one round. `requests` are in the order of the prompts."""
 
-    method: Method
+    way: Way
     dataset: str
     concurrency: int
     round_index: int
     wall_seconds: float
     counters: SpeculationCounters
     requests: tuple[RequestResult, ...]
+    sampling: Sampling = GREEDILY
 
     @property
     def num_requests(self) -> int:
@@ -233,7 +154,13 @@ class CompletionLike(Protocol):
     """The part of `infra.inference.Completion` that is measured."""
 
     @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+
+    @property
     def completion_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def server_metrics(self) -> Mapping[str, Any] | None: ...
 
 
 class CompletionClientLike(Protocol):
@@ -262,41 +189,41 @@ async def measure(
         InfrastructureError: the server failed; the measurement is worthless and may be taken again.
         StageFailed: more than `max_failed_share` of the requests were refused.
     """
-    sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens}
     chosen = prompts[: slot.num_prompts]
     warmup = [chosen[index % len(chosen)] for index in range(config.warmup_requests)]
     settled = time.perf_counter() + config.settle_seconds
-    short = sampling | {"max_tokens": min(config.max_tokens, WARMUP_MAX_TOKENS)}
-    await _run_requests(client, warmup, short, slot.concurrency)
+    await _run_requests(client, warmup, slot, min(config.max_tokens, WARMUP_MAX_TOKENS))
     await asyncio.sleep(max(0.0, settled - time.perf_counter()))
     before = await settled_counters(read_counters)
     started = time.perf_counter()
-    requests = await _run_requests(client, chosen, sampling, slot.concurrency)
+    requests = await _run_requests(client, chosen, slot, config.max_tokens)
     wall_seconds = time.perf_counter() - started
     counters = await settled_counters(read_counters) - before
     failed = [request for request in requests if request.error is not None]
     if len(failed) > config.max_failed_share * len(requests):
         raise StageFailed(
-            f"{slot.method} with {slot.concurrency} in flight on {dataset}: {len(failed)} of {len(requests)} "
+            f"{slot.way.name} with {slot.concurrency} in flight on {dataset}: {len(failed)} of {len(requests)} "
             f"requests failed, first {failed[0].sample_id}: {failed[0].error}"
         )
-    return Measurement(slot.method, dataset, slot.concurrency, slot.round_index, wall_seconds, counters, requests)
+    return Measurement(
+        slot.way, dataset, slot.concurrency, slot.round_index, wall_seconds, counters, requests, slot.sampling
+    )
 
 
 async def _run_requests(
-    client: CompletionClientLike, prompts: Sequence[EvaluationPrompt], sampling: dict[str, Any], concurrency: int
+    client: CompletionClientLike, prompts: Sequence[EvaluationPrompt], slot: Slot, max_tokens: int
 ) -> tuple[RequestResult, ...]:
-    """Send the prompts with `concurrency` in flight; the results are in the order of the prompts."""
+    """Send the prompts under the slot's load; the results are in the order of the prompts."""
     results: list[RequestResult | None] = [None] * len(prompts)
     waiting = iter(enumerate(prompts))
 
     async def stream() -> None:
         for index, prompt in waiting:
-            results[index] = await _request(client, prompt, sampling)
+            results[index] = await _request(client, prompt, prompt.request(slot.sampling, max_tokens))
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(prompts))):
+            for _ in range(min(slot.concurrency, len(prompts))):
                 group.create_task(stream())
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from failures
@@ -312,8 +239,33 @@ async def _request(
     except InfrastructureError:
         raise
     except DraftsmithError as error:  # this request is refused (too long, say), whoever asks and however often
-        return RequestResult(prompt.sample_id, time.perf_counter() - started, (), str(error))
-    return RequestResult(prompt.sample_id, time.perf_counter() - started, tuple(completion.completion_token_ids))
+        return RequestResult(prompt.sample_id, time.perf_counter() - started, (), str(error), domain=prompt.domain)
+    return RequestResult(
+        prompt.sample_id,
+        time.perf_counter() - started,
+        tuple(completion.completion_token_ids),
+        prompt_token_ids=tuple(completion.prompt_token_ids),
+        domain=prompt.domain,
+        figures=request_figures(completion.server_metrics),
+    )
+
+
+def refuse_beyond_trained(taken: Measurement, config: EvaluateConfig, trained_length_tokens: int) -> None:
+    """Raise InputError where answers end beyond the longest sequence that the new draft was trained on.
+
+    A single answer, or less than a twentieth of many, changes little and is let pass.
+    """
+    if config.allow_beyond_trained_length or EAGLE3 not in config.methods:
+        return
+    lengths = [request.num_tokens for request in taken.requests if request.error is None]
+    beyond = [length for length in lengths if length > trained_length_tokens]
+    if len(beyond) > max(1, MAX_BEYOND_SHARE * len(lengths)):
+        raise InputError(
+            "evaluate.allow_beyond_trained_length",
+            f"{len(beyond)} of {len(lengths)} answers on {taken.dataset} end beyond {trained_length_tokens:,} "
+            f"tokens, the longest sequence that the draft was trained on (one at {max(beyond):,}): train on longer "
+            "answers, lower evaluate.max_tokens, or set this to true to measure all the same",
+        )
 
 
 async def settled_counters(

@@ -12,6 +12,7 @@ from typing import Any, Self
 import httpx
 
 from infra.errors import InputError, ServerError
+from infra.server_client import server_client
 from infra.servers_config import EXTERNAL_FIELD, KEY_FIELD
 
 FIRST_WAIT_SECONDS = 1.0
@@ -44,11 +45,8 @@ class ExternalServer:
         self.max_model_len: int | None = None
         """What it says to be its longest sequence, in tokens, once entered; SGLang does not always say."""
         self._patience_seconds = patience_seconds
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"},
-            timeout=httpx.Timeout(patience_seconds, connect=min(10.0, patience_seconds)),
-            trust_env=False,  # as the completions themselves: they go past any proxy
-        )
+        timeout = httpx.Timeout(patience_seconds, connect=min(10.0, patience_seconds))
+        self._client = server_client(api_key, timeout)
 
     async def __aenter__(self) -> Self:
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Generic, TypeVar
 
@@ -37,11 +37,13 @@ class ShardQueue:
     """The shards that are still to be made. For one event loop.
 
     Args:
+        shards: all of them, or what gives one after another; the next is asked for when none is waiting.
         first_alone: hold back all others until the first one is made, which is to be measured.
     """
 
-    def __init__(self, shards: Iterable[Shard], *, first_alone: bool = False) -> None:
-        self._waiting = deque(shards)
+    def __init__(self, shards: Iterable[Shard] | AsyncIterable[Shard], *, first_alone: bool = False) -> None:
+        self._source = shards if isinstance(shards, AsyncIterable) else None
+        self._waiting = deque(() if isinstance(shards, AsyncIterable) else shards)
         self._in_flight = 0
         self._first_alone = first_alone
         self._losses: Counter[str] = Counter()
@@ -49,14 +51,29 @@ class ShardQueue:
 
     @property
     def all_made(self) -> bool:
-        return not self._waiting and not self._in_flight
+        return not self._waiting and not self._in_flight and self._source is None
+
+    async def fill(self) -> None:
+        """Ask for shards until there are no more; runs beside those who take them."""
+        if self._source is None:
+            return
+        async for shard in self._source:
+            self._waiting.append(shard)
+            self._tell()
+            while self._waiting:
+                await self.changed()
+        self._source = None
+        self._tell()
 
     def take(self) -> Shard | None:
         """The next shard; None where there is none now, though one may come back (`changed`)."""
         if not self._waiting or (self._first_alone and self._in_flight):
             return None
         self._in_flight += 1
-        return self._waiting.popleft()
+        shard = self._waiting.popleft()
+        if self._source is not None:
+            self._tell()
+        return shard
 
     def made(self) -> None:
         """One of those taken is committed."""
@@ -122,6 +139,7 @@ class EnginePool(Generic[E]):
             return
         try:
             async with asyncio.TaskGroup() as group:
+                group.create_task(self._queue.fill())
                 keepers = [group.create_task(self._keep(number)) for number in range(len(self._launches))]
                 while not self._queue.all_made:
                     await self._queue.changed()

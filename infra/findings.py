@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from infra.agreement import FAULT
 from infra.comparison import FASTER, NO_DIFFERENCE, SLOWER
 from infra.evaluation import BASELINE
 from infra.vocab import LOWEST_COVERAGE
 
+NEW_DRAFT = "eagle3"  # the label of the draft that the report is about
 LOWEST_ACCEPTANCE_RATE = 0.05
-# Near-ties in bf16 part two greedy answers about once in hundreds of tokens; a broken sampler within a few.
-FEWEST_TOKENS_PER_DIFFERENCE = 30
 
 Row = Mapping[str, Any]  # of infra.evaluation_results.RESULTS
 
@@ -45,14 +45,14 @@ def headline(rows: Sequence[Row], verifier: str) -> str:
     main = lowest_load(rows)
     if not main:
         return f"**{verifier} was measured without a draft only.**"
-    who = "The trained draft" if main[0]["method"] == "eagle3" else f"Without a trained draft, {main[0]['method']}"
-    load = streams(main[0]["concurrency"])
-    text = f"**{who} makes {verifier} {_speed_words(main)} with {load}.**"
+    trained = main[0]["method"] == "eagle3"
+    who = "The trained draft" if trained else f"Without a trained draft, {main[0]['label']}"
+    text = f"**{who} makes {verifier} {_speed_words(main)} with {streams(main[0]['concurrency'])}.**"
     num_drafts = sum(row["num_drafts"] for row in main)
-    if num_drafts and main[0]["method"] == "eagle3":  # ngram drafts in some steps only
+    if num_drafts and trained:  # ngram drafts in some steps only
         length = 1 + sum(row["num_accepted_tokens"] for row in main) / num_drafts
         text += f" Each step of the verifier yields {length:.2f} tokens instead of 1."
-    others = [row for row in _main_rows(rows) if row["concurrency"] != main[0]["concurrency"]]
+    others = [row for row in main_rows(rows) if row["concurrency"] != main[0]["concurrency"]]
     for concurrency in sorted({row["concurrency"] for row in others}):
         chosen = [row for row in others if row["concurrency"] == concurrency]
         text += f" With {streams(concurrency)} it is {_speed_words(chosen)}."
@@ -65,7 +65,7 @@ def break_even(rows: Sequence[Row]) -> float | None:
     Between two measured loads, the logarithm of the speed-up is taken as linear in that of the load.
 
     Args:
-        rows: rows of one method and dataset.
+        rows: rows of one way of decoding on one data set at one temperature.
     """
     points = sorted((row["concurrency"], row["speedup"]) for row in rows)
     for (low, above), (high, below) in itertools.pairwise(points):
@@ -75,10 +75,22 @@ def break_even(rows: Sequence[Row]) -> float | None:
     return None
 
 
+def break_evens(rows: Sequence[Row]) -> list[str]:
+    """Where the main way of decoding stops to pay, by data set, whether or not noise could explain it."""
+    loads_of: dict[str, list[Row]] = {}
+    for row in main_rows(rows):
+        loads_of.setdefault(row["dataset"], []).append(row)
+    found = {dataset: break_even(loads) for dataset, loads in loads_of.items()}
+    return [
+        f"near {even:.1f} requests in flight on {dataset}" for dataset, even in found.items() if even is not None
+    ]
+
+
 def warnings(rows: Sequence[Row], data: DataFigures) -> list[str]:
     """What a reader must know before using the figures, each with what to do about it."""
-    found = [line for row in rows for line in _row_warnings(row)]
-    found += _slow_warnings(rows)
+    found: list[str] = []
+    for loads in sorted(series(rows).values(), key=lambda loads: loads[0]["label"] != NEW_DRAFT):
+        found += _series_warnings(loads, _way(loads[0], rows))
     if data.vocabulary_coverage is not None and data.vocabulary_coverage < LOWEST_COVERAGE:
         found.append(
             f"The draft's vocabulary holds {percent(data.vocabulary_coverage)} of the trained tokens, under "
@@ -93,79 +105,131 @@ def warnings(rows: Sequence[Row], data: DataFigures) -> list[str]:
         )
     if any(row["num_rounds"] < 2 for row in rows):
         found.append("One round only: the intervals know nothing of the machine's noise. Set `evaluate.rounds`.")
-    return list(dict.fromkeys(found))
+    return found
 
 
-def _row_warnings(row: Row) -> Iterable[str]:
-    where = f"{row['method']} with {streams(row['concurrency'])} on {row['dataset']}"
-    if row["num_failed"]:
-        yield f"{where}: {row['num_failed']} requests failed and are left out."
-    if row["method"] == BASELINE:
+def _series_warnings(loads: Sequence[Row], way: str) -> Iterable[str]:
+    where = f"{way} on {loads[0]['dataset']}" + _warmth(loads[0])
+    if failed := sum(row["num_failed"] for row in loads):
+        yield f"{where}: {failed} requests failed and are left out."
+    if loads[0]["method"] == BASELINE:
         return
-    rate = row["draft_acceptance_rate"]
+    drafted = sum(row["num_draft_tokens"] for row in loads)
+    rate = sum(row["num_accepted_tokens"] for row in loads) / drafted if drafted else None
     if rate is None:
         yield f"{where}: nothing was drafted, so there is no acceptance rate. Look at the server's flags."
     elif rate < LOWEST_ACCEPTANCE_RATE:
         advice = (
             "compare its auxiliary layers and verifier revision with those of the extraction"
-            if row["method"] == "eagle3"
+            if loads[0]["method"] == "eagle3"
             else "the answers hardly repeat themselves, or this vLLM version speculates differently"
         )
         yield f"{where}: {percent(rate)} of the drafted tokens accepted, under 5 %: {advice}."
-    differences = len(row["first_differences"])
-    if differences and row["num_compared_tokens"] < FEWEST_TOKENS_PER_DIFFERENCE * differences:
-        every = row["num_compared_tokens"] / differences
+    if wrong := [row for row in loads if row["losslessness"] == FAULT]:
+        beyond, compared = (sum(row[name] for row in wrong) for name in ("num_beyond_ties", "num_compared_outputs"))
         yield (
-            f"{where}: answers part from those without a draft every {every:.0f} tokens. That is too often for "
-            "near-ties: do not serve this before the cause is known."
+            f"{where}: {beyond} of {compared} answers part from those without a draft where no two tokens nearly "
+            "tie. The serving stack is at fault, not the draft: do not serve this before the cause is known."
         )
+    yield from _slower(loads, where)
 
 
-def _slow_warnings(rows: Sequence[Row]) -> Iterable[str]:
-    series: dict[tuple[str, str], list[Row]] = {}
+def _slower(loads: Sequence[Row], where: str) -> Iterable[str]:
+    slower = [row for row in loads if row["verdict"] == SLOWER]
+    if not slower:
+        return
+    text = ", ".join(f"{row['speedup']:.2f}x with {streams(row['concurrency'])}" for row in slower)
+    even = break_even(loads)
+    hint = "No load was measured where it is faster."
+    if even is not None:
+        hint = f"Break-even lies near {even:.1f} requests in flight, interpolated between the loads measured."
+    elif any(row["speedup"] > 1.0 for row in loads):
+        hint = "It pays under higher loads only."
+    yield f"{where} is slower than none: {text}. {hint}"
+
+
+def series(rows: Sequence[Row]) -> dict[tuple[str, int, str, float], list[Row]]:
+    """The rows of each way of decoding on each data set at each temperature, by load."""
+    found: dict[tuple[str, int, str, float], list[Row]] = {}
     for row in rows:
-        series.setdefault((row["method"], row["dataset"]), []).append(row)
-    for (method, dataset), loads in series.items():
-        slower = [row for row in loads if row["verdict"] == SLOWER]
-        if method == BASELINE or not slower:
-            continue
-        text = ", ".join(f"{row['speedup']:.2f}x with {streams(row['concurrency'])}" for row in slower)
-        even = break_even(loads)
-        where = "No load was measured where it is faster."
-        if even is not None:
-            where = f"Break-even lies near {even:.1f} requests in flight, interpolated between the loads measured."
-        elif any(row["speedup"] > 1.0 for row in loads):
-            where = "It pays under higher loads only."
-        yield f"{method} is slower than none on {dataset}: {text}. {where}"
+        key = (row["label"], row["num_speculative_tokens"], row["dataset"], row["temperature"])
+        found.setdefault(key, []).append(row)
+    return {key: sorted(loads, key=lambda row: int(row["concurrency"])) for key, loads in found.items()}
 
 
-def _main_rows(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the method the report is about: eagle3, or else the first that drafts at all."""
-    methods = [row["method"] for row in rows if row["method"] != BASELINE]
-    if not methods:
+def groups_by_way(rows: Sequence[Row], groups: Sequence[Row], group_by: str) -> dict[tuple[str, str], list[Row]]:
+    """Acceptance by context bin (in order) or by domain, by way of decoding and data set.
+
+    Of several temperatures the lowest, of several loads the one with the most drafts: the text is the same.
+
+    Args:
+        rows: of `infra.evaluation_results.RESULTS`, for the names of the ways; groups: of its `GROUPS`.
+        group_by: `context` or `domain`.
+    """
+    names, found = ways(rows), dict[tuple[str, str], dict[tuple[float, int], list[Row]]]()
+    for row in groups:
+        if row["group_by"] == group_by:
+            way = names[row["label"], row["num_speculative_tokens"]]
+            loads = found.setdefault((way, row["dataset"]), {})
+            loads.setdefault((row["temperature"], row["concurrency"]), []).append(row)
+    chosen = {}
+    for key, loads in found.items():
+        coldest = min(temperature for temperature, _ in loads)
+        alike = [some for (temperature, _), some in loads.items() if temperature == coldest]
+        most = max(alike, key=lambda some: sum(row["num_drafts"] for row in some))
+        chosen[key] = sorted(most, key=lambda row: (row["context_from"] or 0, str(row["group"])))
+    return chosen
+
+
+def ways(rows: Sequence[Row]) -> dict[tuple[str, int], str]:
+    """The name of each way of decoding in the order of the rows: its label, and k where a label has several."""
+    return {(row["label"], row["num_speculative_tokens"]): _way(row, rows) for row in rows}
+
+
+def _way(row: Row, rows: Sequence[Row]) -> str:
+    lengths = {other["num_speculative_tokens"] for other in rows if other["label"] == row["label"]}
+    return f"{row['label']} k={row['num_speculative_tokens']}" if len(lengths) > 1 else str(row["label"])
+
+
+def main_rows(rows: Sequence[Row]) -> list[Row]:
+    """What the report is about: the new draft, or else the first way that drafts at all; of several draft lengths
+    the fastest, of several temperatures the lowest."""
+    labels = [row["label"] for row in rows if row["method"] != BASELINE]
+    if not labels:
         return []
-    main = "eagle3" if "eagle3" in methods else methods[0]
-    return [row for row in rows if row["method"] == main]
+    chosen = [row for row in rows if row["label"] == (NEW_DRAFT if NEW_DRAFT in labels else labels[0])]
+    coldest = min(row["temperature"] for row in chosen)
+    chosen = [row for row in chosen if row["temperature"] == coldest]
+    by_length: dict[int, list[Row]] = {}
+    for row in chosen:
+        by_length.setdefault(row["num_speculative_tokens"], []).append(row)
+    return max(by_length.values(), key=lambda some: math.fsum(math.log(row["speedup"]) for row in some))
 
 
 def lowest_load(rows: Sequence[Row]) -> list[Row]:
-    """The main method's rows with the fewest requests in flight, one a dataset; empty where only none ran."""
-    main = _main_rows(rows)
+    """The main rows with the fewest requests in flight, one a data set; empty where only none ran."""
+    main = main_rows(rows)
     lowest = min((row["concurrency"] for row in main), default=0)
     return [row for row in main if row["concurrency"] == lowest]
 
 
 def _speed_words(rows: Sequence[Row]) -> str:
-    """`1.22 times as fast (95 % interval 1.15 to 1.30)`; the range where there are several datasets."""
+    """`1.22 times as fast (95 % interval 1.15 to 1.30)`; the range where there are several data sets."""
     if len(rows) > 1:
         ratios = sorted(row["speedup"] for row in rows)
-        return f"{ratios[0]:.2f} to {ratios[-1]:.2f} times as fast, depending on the dataset,"
+        alike = sum(row["verdict"] == NO_DIFFERENCE for row in rows)
+        unsure = f"; no difference on {alike} of {len(rows)}" if alike else ""
+        return f"{ratios[0]:.2f} to {ratios[-1]:.2f} times as fast (depending on the data set{unsure})"
     row = rows[0]
     interval = f"95 % interval {row['speedup_low']:.2f} to {row['speedup_high']:.2f}"
     if row["verdict"] == NO_DIFFERENCE:
         return f"neither faster nor slower as far as can be told ({row['speedup']:.2f} times as fast, {interval})"
     slower = "" if row["verdict"] == FASTER else "slower: "
     return f"{slower}{row['speedup']:.2f} times as fast ({interval})"
+
+
+def _warmth(row: Row) -> str:
+    return f" at temperature {row['temperature']:g}" if row["temperature"] else ""
 
 
 def streams(concurrency: int) -> str:

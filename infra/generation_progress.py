@@ -61,6 +61,7 @@ class GenerationProgress:
 
     def __post_init__(self) -> None:
         self.rows_by_status = Counter(self.rows_before)
+        self._num_before_start = self.rows_before.total()
         self._row_rate, self._token_rate, self._server_token_rate = Rate(), Rate(), Rate()
 
     def add(self, row: Row) -> None:
@@ -77,6 +78,12 @@ class GenerationProgress:
                 f"{num_failed} of {self.num_rows} rows have failed, more than the allowed share of "
                 f"{self.max_failed_share:g}, so generation stops; the last error: {row['error']}"
             )
+
+    def see_before(self, rows: Counter[str]) -> None:
+        """Takes another count of `rows_before`: other nodes have committed rows meanwhile."""
+        self.rows_by_status += rows
+        self.rows_by_status -= self.rows_before
+        self.rows_before = rows
 
     def sample(self, now: float | None = None) -> None:
         """Takes the counts of this moment for the rates of the sliding window."""
@@ -134,10 +141,11 @@ class GenerationProgress:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds until the last row at the rate so far; None before the first row."""
+        """Seconds until the last row at the rate so far, of all nodes; None before the first row of this one."""
         if not self.rows_made:
             return None
-        return self.elapsed_seconds * (self.num_rows - self.rows_done) / self.rows_made
+        num_made = max(self.rows_done - self._num_before_start, self.rows_made)
+        return self.elapsed_seconds * (self.num_rows - self.rows_done) / num_made
 
     def __str__(self) -> str:
         """In one line: rows by status, rates, and the servers' load."""

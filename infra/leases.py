@@ -226,6 +226,7 @@ class Waiter:
         root: the artifact root.
         name: what is leased (`lease_name`).
         run: id of the flow run that wants it.
+        says_waiting: log for whom it waits; not where there is other work meanwhile.
     """
 
     def __init__(
@@ -235,9 +236,12 @@ class Waiter:
         run: str = "",
         timing: Timing = DEFAULT_TIMING,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        says_waiting: bool = True,
     ) -> None:
         self.uri = lease_uri(root, name)
         self.timing = timing
+        self._says_waiting = says_waiting
         self._run = run
         self._clock = clock
         self._began = self._looked_at = self._unchanged_since = clock()
@@ -287,7 +291,7 @@ class Waiter:
         return None
 
     def _tell_waiting(self, found: Holding | None) -> None:
-        if found is not None and found.holder != self._told:
+        if self._says_waiting and found is not None and found.holder != self._told:
             self._told = found.holder
             logger.info(
                 "%s is held by %s. Waiting until it is released; taken over when not renewed for %g s.",

@@ -14,6 +14,12 @@ _HARMLESS_LINE = re.compile(r"Warning:|\b(DEBUG|INFO|WARNING) ")
 _PREFIX = re.compile(r"^(\([^)]*\)\s*)?((ERROR|CRITICAL|FATAL)\s+\d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\]\s*)?")
 
 
+def is_error(line: str) -> bool:
+    """Whether a line of a log looks like an error."""
+    found = _EXCEPTION_LINE.search(line) or _ERROR_LINE.search(line)
+    return bool(found) and not _HARMLESS_LINE.search(line)
+
+
 def log_tail(
     path: str | os.PathLike[str], *, offset: int = 0, max_lines: int = 6, max_bytes: int = 262_144
 ) -> list[str]:

@@ -17,6 +17,7 @@ import httpx
 
 from infra.completion_client import Served
 from infra.errors import ServerError, StageFailed
+from infra.server_client import server_client
 
 
 class PromptScorer:
@@ -30,9 +31,7 @@ class PromptScorer:
     def __init__(self, server: Served, timeout_seconds: float) -> None:
         self._url = f"{server.base_url}/completions"
         self._model = server.served_name
-        headers = {"Authorization": f"Bearer {server.api_key}"}
-        # trust_env: a proxy that the environment names is for the outside world, not for a server of ours.
-        self._client = httpx.AsyncClient(headers=headers, timeout=timeout_seconds, trust_env=False)
+        self._client = server_client(server.api_key, timeout_seconds)
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,94 +1,61 @@
-"""Plots of the report as PNG bytes, drawn without a display and legible at 900 pixels' width."""
+"""Plots of what was measured, as PNG bytes, drawn without a display and legible at 900 pixels' width."""
 
 from __future__ import annotations
 
-import io
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-Floats = npt.NDArray[np.float64]
+from infra.findings import Row, groups_by_way, series, ways
+from infra.plots_canvas import INK, LEGEND, MUTED, SERIES_COLORS, new_figure, png, say
+from infra.promotion import Promotion
 
-WIDTH_INCHES = 9.0  # 900 pixels at 100 dots an inch, at which the fonts are chosen
-DOTS_PER_INCH = 150
-INK = "#222222"
-MUTED = "#6b6b6b"
-# Okabe and Ito's palette: told apart by colour-blind readers too. A method keeps its colour in every plot.
-METHOD_COLORS = {"none": "#8a8a8a", "ngram": "#e69f00", "eagle3": "#0072b2"}
-STEP_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9")
-LOG_SCALE_FROM_RATIO = 4.0
-SMOOTHED_FROM_POINTS = 20
-
-
-@dataclass(frozen=True)
-class TrainingPoint:
-    """One logged optimizer step.
-
-    Attributes:
-        step: optimizer steps done, from 1.
-        loss: mean loss over the step's trained tokens, weighted over the ttt steps as it is optimized.
-        accuracy_per_ttt_step: share (0 to 1) of trained tokens whose draft token is the verifier's, by ttt step,
-            among those right in the ttt steps before; empty where it was not logged.
-    """
-
-    step: int
-    loss: float
-    accuracy_per_ttt_step: tuple[float, ...] = ()
+# The usual ways of decoding keep their colour in every plot; Okabe and Ito's palette, as elsewhere.
+COLORS = {"none": "#8a8a8a", "ngram": "#e69f00", "eagle3": "#0072b2", "eagle3 promoted": "#009e73"}
+MORE_COLORS = ("#d55e00", "#cc79a7", "#56b4e9", "#8c6d1f", "#5d4b8a")
+MARKERS = "os^Dv"
+LINES = ("-", "--", ":", "-.")
+MOST_NUMBERED_BARS = 12  # more would print into one another
+LONGEST_NAME = 40
 
 
-def training_points(metrics: str, kind: str = "train") -> list[TrainingPoint]:
-    """The points of one kind (`train` or `validation`) in the trainer's metrics, JSON lines, by step.
-
-    A step that was done again after a resume counts as it came out last.
-    """
-    lines = [json.loads(line) for line in metrics.splitlines() if line.strip()]
-    points = {
-        line["step"]: TrainingPoint(line["step"], line["loss"], tuple(line.get("accuracy_per_ttt_step", ())))
-        for line in lines
-        if line.get("kind") == kind
-    }
-    return [points[step] for step in sorted(points)]
-
-
-def acceptance_by_position(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Acceptance rate per position by method, counts summed over every row of the method, divided once."""
+def acceptance_by_position(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Acceptance rate per position by way of decoding, counts summed over all its rows, divided once."""
+    names = ways(rows)
     drafts: dict[str, int] = {}
     accepted: dict[str, list[int]] = {}
     for row in rows:
         if not row["num_drafts"]:
             continue
-        method = str(row["method"])
-        counts = accepted.setdefault(method, [])
+        way = names[row["label"], row["num_speculative_tokens"]]
+        counts = accepted.setdefault(way, [])
         counts.extend([0] * (len(row["accepted_per_position"]) - len(counts)))
         for position, count in enumerate(row["accepted_per_position"]):
             counts[position] += count
-        drafts[method] = drafts.get(method, 0) + row["num_drafts"]
-    return {method: [count / drafts[method] for count in counts] for method, counts in accepted.items()}
+        drafts[way] = drafts.get(way, 0) + row["num_drafts"]
+    return {way: [count / drafts[way] for count in counts] for way, counts in accepted.items()}
 
 
-def acceptance_png(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Bars: for each position of a draft, how many drafts the verifier accepted through it; one colour a method.
+def acceptance_png(rows: Sequence[Row]) -> bytes:
+    """Bars: for each position of a draft, how many drafts the verifier accepted through it; one colour a way.
 
     Args:
         rows: rows of `infra.evaluation_results.RESULTS`.
     """
-    rates = acceptance_by_position(rows)
+    rates, colors = acceptance_by_position(rows), way_colors(rows)
     positions = max((len(values) for values in rates.values()), default=0)
-    figure, (axes,) = _figure(height_inches=4.2)
+    figure, (axes,) = new_figure(height_inches=4.2)
     width = 0.8 / max(1, len(rates))
-    for index, (method, values) in enumerate(rates.items()):
+    numbers = len(rates) * positions <= MOST_NUMBERED_BARS
+    for index, (way, values) in enumerate(rates.items()):
         offset = (index - (len(rates) - 1) / 2) * width
         places = [position + 1 + offset for position in range(len(values))]
         heights = [100 * value for value in values]
-        bars = axes.bar(places, heights, width * 0.92, color=METHOD_COLORS.get(method, INK), label=method)
-        axes.bar_label(bars, fmt="%.1f", padding=2, color=INK)
+        bars = axes.bar(places, heights, width * 0.92, color=colors[way], label=way)
+        if numbers:
+            axes.bar_label(bars, fmt="%.1f", padding=2, color=INK)
     axes.set_title("Drafts accepted through each position")
     axes.set_xlabel("position of the drafted token (1 = first)")
     axes.set_ylabel("share of drafts (%)")
@@ -96,158 +63,186 @@ def acceptance_png(rows: Sequence[Mapping[str, Any]]) -> bytes:
     axes.margins(y=0.15)
     axes.set_ylim(bottom=0)
     if rates:
-        axes.legend(frameon=False)
+        axes.legend(**LEGEND)
     else:
-        _say(axes, "nothing was drafted")
-    return _png(figure)
+        say(axes, "nothing was drafted")
+    return png(figure)
 
 
-def training_png(points: Sequence[TrainingPoint], validation: Sequence[TrainingPoint] = ()) -> bytes:
-    """Loss over optimizer steps, and below it the accuracy of each ttt step, raw in pale and smoothed in full.
+def way_colors(rows: Sequence[Row]) -> dict[str, str]:
+    """A colour for each way of decoding: its own, or for further drafts and draft lengths the next one."""
+    further = itertools.cycle(MORE_COLORS)
+    return {way: COLORS.get(way) or next(further) for way in dict.fromkeys(ways(rows).values())}
 
-    The loss is on a log scale once it spans a factor of 4; non-positive or missing losses leave a gap. Validation
-    losses, if any, stand as points in the upper panel.
+
+def context_png(rows: Sequence[Row], groups: Sequence[Row]) -> bytes:
+    """Acceptance length over the context's length in bins, with 95 % intervals, by way of decoding and data set.
+
+    Args:
+        rows: rows of `infra.evaluation_results.RESULTS`, for the names of the ways.
+        groups: rows of `infra.evaluation_results.GROUPS`.
     """
-    with_accuracy = [point for point in points if point.accuracy_per_ttt_step]
-    figure, panels = _figure(height_inches=6.4 if with_accuracy else 4.2, panels=2 if with_accuracy else 1)
-    steps = np.array([point.step for point in points], dtype=np.float64)
-    losses = np.array([point.loss for point in points], dtype=np.float64)
-    panels[0].set_title("Training loss" + _legend_of_lines(points))
-    panels[0].set_ylabel("loss per token")
-    if points:
-        _raw_and_smooth(panels[0], steps, losses, METHOD_COLORS["eagle3"], "training")
-        if validation:
-            places, values = [point.step for point in validation], [point.loss for point in validation]
-            panels[0].plot(places, values, color=STEP_COLORS[1], marker="o", linestyle=":", label="validation")
-            panels[0].legend(frameon=False)
-        _maybe_log(panels[0], losses)
-    else:
-        _say(panels[0], "no step was logged")
-    if with_accuracy:
-        panels[0].tick_params(labelbottom=True)
-        _accuracy(panels[1], with_accuracy)
-    panels[-1].set_xlabel("optimizer step")
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    return _png(figure)
-
-
-def _accuracy(axes: Axes, points: Sequence[TrainingPoint]) -> None:
-    steps = np.array([point.step for point in points], dtype=np.float64)
-    for index in range(max(len(point.accuracy_per_ttt_step) for point in points)):
-        values = np.array(
-            [
-                100 * point.accuracy_per_ttt_step[index] if index < len(point.accuracy_per_ttt_step) else np.nan
-                for point in points
-            ]
+    chosen = groups_by_way(rows, groups, "context")
+    bins = {
+        bin_[0]: bin_[1]
+        for loads in chosen.values()
+        for bin_ in ((row["context_from"], row["group"]) for row in loads)
+    }
+    places = {start: index for index, start in enumerate(sorted(bins))}
+    figure, (axes,) = new_figure(height_inches=4.2)
+    colors, datasets = way_colors(rows), list(dict.fromkeys(dataset for _, dataset in chosen))
+    for index, ((way, dataset), found) in enumerate(chosen.items()):
+        nudge = 0.06 * (index - (len(chosen) - 1) / 2)  # or the intervals of one bin would hide one another
+        axes.errorbar(
+            [places[row["context_from"]] + nudge for row in found],
+            [row["acceptance_length"] for row in found],
+            yerr=_errors(found, "acceptance_length"),
+            color=colors[way],
+            marker=MARKERS[datasets.index(dataset) % len(MARKERS)],
+            linestyle=LINES[datasets.index(dataset) % len(LINES)],
+            capsize=4,
+            linewidth=1.8,
+            label=way if len(datasets) == 1 else f"{way}, {_short(dataset)}",
         )
-        _raw_and_smooth(axes, steps, values, STEP_COLORS[index % len(STEP_COLORS)], f"ttt step {index + 1}")
-    axes.set_title("Draft token equals the verifier's (among those right in the ttt steps before)")
-    axes.set_ylabel("trained tokens (%)")
-    axes.set_ylim(0, 1.25 * axes.get_ylim()[1])  # room for the legend above the curves
-    axes.legend(frameon=False, loc="upper left", ncols=5)
+        alone = [row for row in found if row["acceptance_length_low"] is None]
+        axes.plot(
+            [places[row["context_from"]] + nudge for row in alone],
+            [row["acceptance_length"] for row in alone],
+            color=colors[way],
+            marker=MARKERS[datasets.index(dataset) % len(MARKERS)],
+            markerfacecolor="white",
+            zorder=3,
+            linestyle="none",
+        )
+    axes.set_xticks(list(places.values()), [bins[start] for start in places])
+    axes.margins(x=0.06, y=0.15)
+    axes.set_title("Acceptance by length of the context, with 95 % intervals (hollow: one prompt)")
+    axes.set_xlabel("tokens before the drafted ones")
+    axes.set_ylabel("acceptance length (tokens a step)")
+    if chosen:
+        axes.legend(**LEGEND, ncols=2 if len(chosen) > 3 else 1)
+    else:
+        say(axes, "the server did not say at which length it drafted")
+    return png(figure)
 
 
-def speedup_png(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Speed-up over concurrency with 95 % intervals; the dashed line is the verifier without a draft."""
-    figure, (axes,) = _figure(height_inches=4.2)
-    methods = list(dict.fromkeys(str(row["method"]) for row in rows if row["method"] != "none"))
-    datasets = list(dict.fromkeys(row["dataset"] for row in rows))
-    streams = sorted({row["concurrency"] for row in rows})
-    axes.axhline(1.0, color=MUTED, linestyle="--", linewidth=1.2, label="none (no draft)")
-    for index, method in enumerate(methods):
-        for shade, dataset in enumerate(datasets):
-            chosen = sorted(
-                (row for row in rows if row["method"] == method and row["dataset"] == dataset),
-                key=lambda row: int(row["concurrency"]),
-            )
-            ratios = np.array([row["speedup"] for row in chosen])
-            errors = [
-                ratios - [row["speedup_low"] for row in chosen],
-                [row["speedup_high"] for row in chosen] - ratios,
-            ]
+def history_png(history: Sequence[Promotion], measured: Sequence[Row]) -> bytes:
+    """Acceptance length and speed-up of each promoted speculator in order, at the lowest load; hollow: the draft of
+    this report, where it is not the promoted one already.
+
+    Args:
+        history: the oldest first.
+        measured: rows of the report's draft (`infra.findings.main_rows`).
+    """
+    figure, panels = new_figure(height_inches=6.0, panels=2)
+    columns = [(f"{each.promoted_at[:10]}\n{each.draft[:8]}", list(each.figures)) for each in history]
+    new = next((str(row["draft"]) for row in measured), "")
+    is_new = bool(new) and not (history and history[-1].draft == new)
+    if is_new:
+        columns.append((f"this draft\n{new[:8]}", list(measured)))
+    settings = list(
+        dict.fromkeys((row["dataset"], row["temperature"]) for _, shown in columns for row in _lowest(shown))
+    )
+    for index, setting in enumerate(settings):
+        points = [
+            (place, row)
+            for place, (_, shown) in enumerate(columns)
+            for row in _lowest(shown)
+            if (row["dataset"], row["temperature"]) == setting
+        ]
+        places = [place + 0.08 * (index - (len(settings) - 1) / 2) for place, _ in points]
+        color = SERIES_COLORS[index % len(SERIES_COLORS)]
+        for axes, name in zip(panels, ("acceptance_length", "speedup"), strict=True):
+            values = [row[name] for _, row in points]
+            axes.plot(places, values, color=color, marker=MARKERS[index % len(MARKERS)], label=_said(*setting))
+            if is_new and points and points[-1][0] == len(columns) - 1:
+                axes.plot(places[-1:], values[-1:], color=color, marker="o", markersize=11, fillstyle="none")
+        errors = _errors([row for _, row in points], "speedup")
+        panels[1].errorbar(
+            places, [row["speedup"] for _, row in points], yerr=errors, color=color, capsize=4, fmt="none"
+        )
+    panels[0].set_title("Promoted speculators under the lowest load" + (" (ringed: this draft)" if is_new else ""))
+    panels[0].set_ylabel("acceptance length\n(tokens a step)")
+    panels[1].set_ylabel("output tokens per second,\nratio to none")
+    panels[1].axhline(1.0, color=MUTED, linestyle="--", linewidth=1.2)
+    panels[1].set_xticks(range(len(columns)), [name for name, _ in columns])
+    panels[1].set_xlabel("promoted on, key of the drafts stage")
+    for axes in panels:
+        axes.set_xlim(-0.5, max(0, len(columns) - 1) + 0.5)
+        axes.margins(y=0.2)
+    _frame(panels[1], [row for _, shown in columns for row in _lowest(shown)])
+    if settings:
+        panels[0].legend(**LEGEND)
+    else:
+        say(panels[0], "nothing has been promoted yet")
+    return png(figure)
+
+
+def _lowest(rows: Sequence[Row]) -> list[Row]:
+    lowest = min((row["concurrency"] for row in rows), default=0)
+    return [row for row in rows if row["concurrency"] == lowest and row["acceptance_length"] is not None]
+
+
+def _said(dataset: str, temperature: float) -> str:
+    """A data set and a temperature, for a legend or title; mixtures have long names."""
+    return f"{_short(dataset)}, temperature {temperature:g}"
+
+
+def _short(dataset: str) -> str:
+    return dataset if len(dataset) <= LONGEST_NAME else f"{dataset[: LONGEST_NAME - 1]}…"
+
+
+def _frame(axes: Axes, rows: Sequence[Row]) -> None:
+    """Limit the speed-ups' panel to where they are: an interval that is much wider runs out of it."""
+    ratios = [1.0, *(row["speedup"] for row in rows)]
+    low = max(0.6 * min(ratios), min(1.0, *(row["speedup_low"] for row in rows), 1.0))
+    high = min(1.6 * max(ratios), max(1.0, *(row["speedup_high"] for row in rows), 1.0))
+    room = 0.08 * (high - low) or 0.1
+    axes.set_ylim(low - room, high + room)
+
+
+def _errors(rows: Sequence[Row], name: str) -> list[list[float]]:
+    """Distances of the intervals' ends, none where there is no interval; shape [2, rows]."""
+    low = [row[name] - (row[name] if row[f"{name}_low"] is None else row[f"{name}_low"]) for row in rows]
+    high = [(row[name] if row[f"{name}_high"] is None else row[f"{name}_high"]) - row[name] for row in rows]
+    return [low, high]
+
+
+def speedup_png(rows: Sequence[Row]) -> bytes:
+    """Speed-up over concurrency with 95 % intervals, a panel for each data set and temperature; the dashed line is
+    the verifier without a draft."""
+    panels_of: dict[tuple[str, float], list[tuple[str, list[Row]]]] = {}
+    names, colors = ways(rows), way_colors(rows)
+    for (label, tokens, dataset, temperature), loads in series(rows).items():
+        shown = panels_of.setdefault((dataset, temperature), [])
+        if loads[0]["method"] != "none":
+            shown.append((names[label, tokens], loads))
+    figure, panels = new_figure(height_inches=1.2 + 3.0 * max(1, len(panels_of)), panels=max(1, len(panels_of)))
+    for axes, ((dataset, temperature), shown) in zip(panels, panels_of.items(), strict=False):
+        axes.axhline(1.0, color=MUTED, linestyle="--", linewidth=1.2, label="none (no draft)")
+        for index, (way, loads) in enumerate(shown):
             # Side by side, or the intervals of one load would hide one another.
-            nudge = 1.0 + 0.03 * (index - (len(methods) - 1) / 2)
+            nudge = 1.0 + 0.03 * (index - (len(shown) - 1) / 2)
             axes.errorbar(
-                [row["concurrency"] * nudge for row in chosen],
-                ratios,
-                yerr=errors,
-                color=METHOD_COLORS.get(method, INK),
-                marker="os^Dv"[shade % 5],
+                [row["concurrency"] * nudge for row in loads],
+                [row["speedup"] for row in loads],
+                yerr=_errors(loads, "speedup"),
+                color=colors[way],
+                marker=MARKERS[index % len(MARKERS)],
                 capsize=4,
                 linewidth=1.8,
-                label=method if len(datasets) == 1 else f"{method}, {dataset}",
+                label=way,
             )
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(streams))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.margins(x=0.08, y=0.12)
-    axes.set_title("Speed-up by load, with 95 % intervals")
-    axes.set_xlabel("requests in flight")
-    axes.set_ylabel("output tokens per second,\nratio to none")
-    axes.legend(frameon=False)
-    return _png(figure)
-
-
-def smooth(values: Floats) -> Floats:
-    """Centered running median over about a twentieth of the points (at least 5): spikes leave no trace in it."""
-    half = max(2, len(values) // 40)
-    windows = [values[max(0, index - half) : index + half + 1] for index in range(len(values))]
-    return np.array([np.nanmedian(window) if np.isfinite(window).any() else np.nan for window in windows])
-
-
-def _raw_and_smooth(axes: Axes, steps: Floats, values: Floats, color: str, label: str) -> None:
-    finite = np.where(np.isfinite(values), values, np.nan)
-    if len(values) < SMOOTHED_FROM_POINTS:
-        axes.plot(steps, finite, color=color, linewidth=1.8, marker="o", markersize=4, label=label)
-        return
-    axes.plot(steps, finite, color=color, linewidth=0.8, alpha=0.3)
-    axes.plot(steps, smooth(finite), color=color, linewidth=2.0, label=label)
-
-
-def _legend_of_lines(points: Sequence[TrainingPoint]) -> str:
-    return " (pale: each step, full: running median)" if len(points) >= SMOOTHED_FROM_POINTS else ""
-
-
-def _maybe_log(axes: Axes, values: Floats) -> None:
-    positive = values[np.isfinite(values) & (values > 0)]
-    if positive.size == 0 or positive.max() / positive.min() < LOG_SCALE_FROM_RATIO:
-        return
-    axes.set_yscale("log", nonpositive="mask")
-    low, high = float(positive.min()), float(positive.max())
-    marks = [base * 10.0**power for power in range(-8, 7) for base in (1.0, 2.0, 5.0)]
-    axes.yaxis.set_major_locator(FixedLocator([mark for mark in marks if low / 2 <= mark <= high * 2]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_ylim(low * 0.9, high * 1.1)
-
-
-def _say(axes: Axes, text: str) -> None:
-    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED, fontsize=13)
-
-
-def _figure(height_inches: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure of its own, not pyplot's: pyplot keeps global state and is not safe in threads."""
-    figure = Figure(figsize=(WIDTH_INCHES, height_inches), layout="constrained", facecolor="white")
-    axes_list: list[Axes] = list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
-    for axes in axes_list:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(labelsize=12, colors=INK)
-        axes.xaxis.label.set_fontsize(13)
-        axes.yaxis.label.set_fontsize(13)
-    return figure, axes_list
-
-
-def _png(figure: Figure) -> bytes:
-    for axes in figure.axes:
-        axes.title.set_fontsize(15)
-        legend = axes.get_legend()
-        for text in legend.get_texts() if legend else ():
-            text.set_fontsize(12)
-        for text in axes.texts:
-            text.set_fontsize(12)
-    sink = io.BytesIO()
-    figure.savefig(sink, format="png", dpi=DOTS_PER_INCH)
-    return sink.getvalue()
+        axes.set_title(_said(dataset, temperature))
+        axes.set_ylabel("output tokens per second,\nratio to none")
+        axes.margins(x=0.08)
+        _frame(axes, [row for _, loads in shown for row in loads])
+        axes.tick_params(labelbottom=True)
+        axes.legend(**LEGEND)
+    figure.suptitle("Speed-up by load, with 95 % intervals (cut where they leave the frame)")
+    panels[-1].set_xscale("log", base=2)
+    panels[-1].xaxis.set_major_locator(FixedLocator(sorted({row["concurrency"] for row in rows})))
+    panels[-1].xaxis.set_minor_locator(NullLocator())
+    panels[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panels[-1].set_xlabel("requests in flight")
+    return png(figure)

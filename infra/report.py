@@ -1,16 +1,33 @@
-"""The report of an evaluation: plain Markdown, the same text for the same inputs, no clock and no local path."""
+"""The report of an evaluation: plain Markdown, the same text for the same inputs, no clock and no local path.
+
+What a decision needs stands first: the verdict, whether the draft may be promoted, one small table, the warnings.
+All the rest is for whoever wants to know whether to believe it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from infra.evaluation import BASELINE
-from infra.evaluation_results import median_first_difference
-from infra.findings import DataFigures, Row, headline, lowest_load, percent, warnings
-from infra.plots import acceptance_by_position
+from infra.evaluation_config import Note
+from infra.findings import DataFigures, Row, break_evens, headline, percent, warnings
+from infra.promotion import Promotion
+from infra.promotion_gate import Decision
+from infra.report_tables import (
+    Line,
+    agreement_table,
+    group_table,
+    history_table,
+    latency_table,
+    markdown_table,
+    position_table,
+    result_table,
+    verdict_table,
+)
 
 ACCEPTANCE_PLOT = "acceptance_by_position.png"
+CONTEXT_PLOT = "acceptance_by_context.png"
+HISTORY_PLOT = "promoted_history.png"
 TRAINING_PLOT = "training_loss.png"
 SPEEDUP_PLOT = "speedup_by_concurrency.png"
 
@@ -20,7 +37,7 @@ class Served:
     """What was measured, and on what.
 
     Attributes:
-        flags: each method's server command line, without secrets and local paths (`portable_flags`).
+        flags: each server's command line, without secrets and local paths (`portable_flags`).
         hardware: one line, as from `infra.provenance.hardware_name`.
     """
 
@@ -36,7 +53,7 @@ class Served:
 
 @dataclass(frozen=True)
 class StageLine:
-    """One stage of this run; `reused` where its manifest already stood and nothing was made."""
+    """One stage of a run; `reused` where its manifest already stood and nothing was made."""
 
     stage: str
     key: str
@@ -48,110 +65,88 @@ class StageLine:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything the report says. `rows` are those of `infra.evaluation_results.result_rows`, stages in order."""
+    """Everything the report says.
+
+    Attributes:
+        rows: those of `infra.evaluation_results.result_rows`; groups: those of its `acceptance_rows`.
+        notes: how it was measured, where that is not as asked for.
+        gate: what the gate of the run that measured it says; None where it had none.
+        history: the verifier's promoted speculators when it was measured, the oldest first.
+    """
 
     rows: Sequence[Row]
     served: Served
-    stages: Sequence[StageLine] = ()
     data: DataFigures = field(default_factory=DataFigures)
+    groups: Sequence[Row] = ()
+    notes: Sequence[Note] = ()
+    gate: Decision | None = None
+    history: Sequence[Promotion] = ()
 
 
-def report_markdown(report: Report, *, with_plots: bool = True) -> str:
-    """The whole report. Without plots it suits a Prefect artifact, which cannot show files beside it."""
+def report_markdown(report: Report) -> str:
+    """The whole report. Its plots lie beside it."""
+    rows = report.rows
     sections = [
         f"# Draft for {report.served.verifier}",
-        headline(report.rows, report.served.verifier),
-        _section("Warnings", _bullets(warnings(report.rows, report.data))),
-        _section("Speed and acceptance", _table(result_table(report.rows)), _how_to_read(report.rows)),
-        _plot("Speed-up by requests in flight", SPEEDUP_PLOT, with_plots),
-        _section("Acceptance by position", _table(_position_table(report.rows))),
-        _plot("Drafts accepted through each position", ACCEPTANCE_PLOT, with_plots),
-        _section("Same answers as without a draft", _losslessness(report.rows)),
+        headline(rows, report.served.verifier),
+        _gate(report),
+        markdown_table(verdict_table(rows)),
+        _section("Warnings", _bullets(warnings(rows, report.data)) or "None."),
+        _section("Speed", markdown_table(result_table(rows)), _how_to_read(rows)),
+        _plot("Speed-up by requests in flight", SPEEDUP_PLOT),
+        _section("Latency", markdown_table(latency_table(rows))),
+        _section("Acceptance by position", markdown_table(position_table(rows))),
+        _plot("Drafts accepted through each position", ACCEPTANCE_PLOT),
+        _section("Acceptance by context length", markdown_table(group_table(rows, report.groups, "context"))),
+        _plot("Acceptance by length of the context", CONTEXT_PLOT),
+        _section("Acceptance by domain", markdown_table(group_table(rows, report.groups, "domain"))),
+        _section("Same answers as without a draft", _losslessness(rows)),
         _section("Training", _bullets(_training_lines(report.data))),
-        _plot("Training loss and accuracy", TRAINING_PLOT, with_plots),
-        _section("Stages of this run", _table(stage_table(report.stages))),
+        _plot("Training loss and accuracy", TRAINING_PLOT),
+        _section("Promoted speculators", markdown_table(history_table(report.history)) or "None before this one."),
+        _plot("Promoted speculators in order", HISTORY_PLOT),
+        _section("How it was measured", _bullets(note.text for note in report.notes)),
         _section("What was served", _bullets(_served_lines(report.served)), _flags(report.served.flags)),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def result_table(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """One line per dataset, load and method, all text: a Prefect table artifact takes it as it is."""
-    several = len({row["dataset"] for row in rows}) > 1
-    return [({"dataset": str(row["dataset"])} if several else {}) | _result_cells(row) for row in rows]
-
-
-def summary_line(rows: Sequence[Row], report_uri: str) -> str:
-    """The run's last line but for the path: `acceptance_length=… speedup_c1=… report=…`.
-
-    Figures of the main method under its lowest load; `-` where there is none.
-    """
-    row = next(iter(lowest_load(rows)), None)
-    if row is None:
-        return f"acceptance_length=- speedup_c1=- report={report_uri}"
-    length = "-" if row["acceptance_length"] is None else f"{row['acceptance_length']:.3f}"
-    return f"acceptance_length={length} speedup_c{row['concurrency']}={row['speedup']:.3f} report={report_uri}"
-
-
-def _result_cells(row: Row) -> dict[str, str]:
-    baseline = row["method"] == BASELINE
-    interval = f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
-    length = row["acceptance_length"]
-    return {
-        "in flight": str(row["concurrency"]),
-        "method": str(row["method"]),
-        "output tokens/s": f"{row['output_tokens_per_second']:,.1f}",
-        "speed-up (95 % interval)": "1 (baseline)" if baseline else interval,
-        "verdict": "" if baseline else str(row["verdict"]),
-        "acceptance length": "" if length is None else f"{length:.3f}",
-        "draft acceptance": percent(row["draft_acceptance_rate"]),
-    }
-
-
-def _position_table(rows: Sequence[Row]) -> list[dict[str, str]]:
-    return [
-        {"method": method} | {f"position {index + 1}": percent(rate) for index, rate in enumerate(rates)}
-        for method, rates in acceptance_by_position(rows).items()
-    ]
+def _gate(report: Report) -> str:
+    if report.gate is None:
+        return "No gate was set, so it is not up for promotion (`promote` in the config)."
+    text = "; ".join(report.gate.reasons)
+    if not report.gate.passes:
+        return f"**Not promoted:** {text}."
+    pointer = f"`speculators/{report.served.verifier}/promoted.json`"
+    return f"**Fit to be promoted**{': ' if text else ''}{text}. {pointer} says which one is."
 
 
 def _how_to_read(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     datasets = ", ".join(sorted({str(row["dataset"]) for row in rows}))
-    rounds = f"{rows[0]['num_rounds']} rounds with the methods side by side"
+    temperatures = ", ".join(f"{value:g}" for value in sorted({row["temperature"] for row in rows}))
+    even = "; ".join(break_evens(rows))
+    until = f" By its point figures the speed-up falls through 1 {even}." if even else ""
     return (
-        f"Held-out prompts ({datasets}), temperature {rows[0]['temperature']:g}, {rounds}. Speed-up is the ratio "
-        "to `none` in the same round; `no difference` where its interval includes 1. Acceptance length counts the "
-        "verifier's own token, and only steps in which something was drafted (ngram drafts only where the text "
-        "repeats)."
+        f"Data sets: {datasets}; temperature {temperatures}; {rows[0]['num_rounds']} rounds; 95 % intervals. "
+        "Speed-up is the ratio to `none` in the same round; `no difference` where its interval includes 1. "
+        "Acceptance length counts the verifier's own token, and only steps in which something was drafted (ngram "
+        "drafts only where the text repeats). All figures are in `results.parquet` and `acceptance.parquet`."
+        + until
     )
 
 
 def _losslessness(rows: Sequence[Row]) -> str:
-    compared = [row for row in rows if row["num_compared_outputs"]]
-    if not compared:
+    lines = agreement_table(rows)
+    if not lines:
         return "Not compared: that takes greedy answers (temperature 0)."
-    several = len({row["dataset"] for row in rows}) > 1
-    lines = [({"dataset": str(row["dataset"])} if several else {}) | _agreement_cells(row) for row in compared]
     note = (
         "The verifier checks every drafted token. Greedy answers still part where two tokens nearly tie in bf16 "
         "and another batch shape rounds them the other way; `none` against itself shows how often that happens "
-        "anyway."
+        "anyway. The logit gap is between the two tokens where the answers part, by `none` itself."
     )
-    return f"{_table(lines)}\n\n{note}"
-
-
-def _agreement_cells(row: Row) -> dict[str, str]:
-    differences = len(row["first_differences"])
-    return {
-        "in flight": str(row["concurrency"]),
-        "answers of": str(row["method"]),
-        "compared with": "its own first round" if row["method"] == BASELINE else "none, same round",
-        "identical": f"{row['num_identical_outputs']:,} of {row['num_compared_outputs']:,}",
-        "first difference (median token)": f"{median_first_difference(row):.0f}" if differences else "",
-        "tokens per difference": f"{row['num_compared_tokens'] / differences:,.0f}" if differences else "",
-    }
+    return f"{markdown_table(lines)}\n\n{note}"
 
 
 def _training_lines(data: DataFigures) -> list[str]:
@@ -166,12 +161,14 @@ def _training_lines(data: DataFigures) -> list[str]:
         coverage = percent(data.vocabulary_coverage) or "an unknown share"
         lines.append(f"Draft vocabulary: {sizes}, which is {coverage} of the trained text")
     if data.trained_length_tokens is not None:
-        lines.append(f"Longest trained sequence: {data.trained_length_tokens:,} tokens")
+        longest = data.evaluated_length_tokens
+        evaluated = "" if longest is None else f", in the evaluation {longest:,}"
+        lines.append(f"Longest trained sequence: {data.trained_length_tokens:,} tokens{evaluated}")
     return lines
 
 
-def stage_table(stages: Sequence[StageLine]) -> list[dict[str, str]]:
-    """One line per stage: what this run made and what it found finished. Fit for a Prefect table artifact."""
+def stage_table(stages: Sequence[StageLine]) -> list[Line]:
+    """One line per stage: what a run made and what it found finished."""
     return [
         {
             "stage": line.stage,
@@ -197,7 +194,7 @@ def _served_lines(served: Served) -> list[str]:
 
 
 def _flags(flags: Mapping[str, str]) -> str:
-    return "```\n" + "\n".join(f"{method}: {line}" for method, line in flags.items()) + "\n```" if flags else ""
+    return "```\n" + "\n".join(f"{name}: {line}" for name, line in flags.items()) + "\n```" if flags else ""
 
 
 def _section(title: str, *bodies: str) -> str:
@@ -205,21 +202,12 @@ def _section(title: str, *bodies: str) -> str:
     return f"## {title}\n\n{text}" if text else ""
 
 
-def _plot(title: str, name: str, wanted: bool) -> str:
-    return f"![{title}]({name})" if wanted else ""
+def _plot(title: str, name: str) -> str:
+    return f"![{title}]({name})"
 
 
 def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
-
-
-def _table(lines: Sequence[Mapping[str, str]]) -> str:
-    """A Markdown table; the columns are those of all lines, in order of first appearance."""
-    if not lines:
-        return ""
-    names = list(dict.fromkeys(name for line in lines for name in line))
-    cells = [names, ["---"] * len(names), *([line.get(name, "") for name in names] for line in lines)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells)
 
 
 def _size(size_bytes: int | None) -> str:

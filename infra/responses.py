@@ -68,6 +68,8 @@ class Answer:
     num_completion_tokens: int
     temperature: float
     latency_seconds: float
+    server_metrics: dict[str, Any] | None = None
+    """What the server measured of this request, where it was started to tell (`vllm_metrics.request_figures`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,7 @@ def parse_completion(body: bytes, *, temperature: float, latency_seconds: float)
             num_completion_tokens=usage["completion_tokens"],
             temperature=temperature,
             latency_seconds=latency_seconds,
+            server_metrics=whole.get("metrics"),
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise GarbledAnswer(f"the body of {len(body)} bytes is no chat completion: {error!r}") from error

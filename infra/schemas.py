@@ -1,4 +1,4 @@
-"""Versioned Arrow schemas of every Parquet artifact.
+"""Versioned Arrow schemas of every Parquet artifact, and the stages that have them.
 
 Always written with an explicit schema: a column that is null in every row of a shard would otherwise get Arrow's
 type null, and the data set as a whole would no longer read.
@@ -19,6 +19,8 @@ SCHEMA_VERSIONS: dict[str, int] = {
 }
 
 STAGES: tuple[str, ...] = tuple(SCHEMA_VERSIONS)
+
+EXPORT_FOLDER = "export"  # of the drafts stage: holds the speculator that vLLM serves
 
 STATUS_OK = "ok"
 STATUS_TRUNCATED = "truncated"

@@ -1,7 +1,7 @@
 """The course of a training run as Markdown: a drawing and a table, small enough to be sent every few seconds.
 
 The drawing is an SVG image within the text, which Prefect's UI shows; the table tells the same where images are not
-shown. The report's plot (`infra.plots`) is drawn once, at the end, and costs half a second of a core.
+shown. The report's plot (`infra.plots_training`) is drawn once, at the end, and costs half a second of a core.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infra.plots import INK, MUTED, STEP_COLORS
+from infra.plots_canvas import INK, MUTED, SERIES_COLORS
 
 Points = Sequence[tuple[float, float]]  # step and value
 
@@ -146,15 +146,15 @@ def _panel(top: int, title: str, curves: Sequence[Points], num_steps: int) -> st
     bottom = top + TOP + inner_height
     parts = [
         text(LEFT, top + 18, title, "start", INK),
-        text(WIDTH - RIGHT, top + 18, "training", "end", STEP_COLORS[0]),
-        text(WIDTH - RIGHT - 64, top + 18, "validation", "end", STEP_COLORS[1]),
+        text(WIDTH - RIGHT, top + 18, "training", "end", SERIES_COLORS[0]),
+        text(WIDTH - RIGHT - 64, top + 18, "validation", "end", SERIES_COLORS[1]),
         text(LEFT - 6, top + TOP + 5, f"{high:.4g}", "end"),
         text(LEFT - 6, bottom + 5, f"{low:.4g}", "end"),
         text(LEFT, bottom + 18, "0", "start"),
         text(WIDTH - RIGHT, bottom + 18, f"step {num_steps:,}", "end"),
         f'<path d="M{LEFT} {top + TOP}V{bottom}H{WIDTH - RIGHT}" fill="none" stroke="#cccccc"/>',
     ]
-    for points, color, style in zip(curves, STEP_COLORS, ("", ' stroke-dasharray="3 3"'), strict=False):
+    for points, color, style in zip(curves, SERIES_COLORS, ("", ' stroke-dasharray="3 3"'), strict=False):
         steps, heights = (_means([point[axis] for point in points], MAX_POINTS) for axis in (0, 1))
         places = [place(step, value) for step, value in zip(steps, heights, strict=True)]
         path = " ".join(f"{x},{y}" for x, y in places)

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from infra import manifest, storage
-from infra.errors import DamagedShard
+from infra.errors import DamagedShard, StageFailed
 from infra.manifest import Shard, ShardRecord
+from infra.promotion import POINTER_FILE, read_pointer
 from infra.training import checkpoint_files
 
 STAGE_FILES = ("plan.json", "manifest.json")
@@ -47,6 +48,15 @@ def verify(uri: str) -> Iterator[Finding]:
             yield Finding(
                 f"runs/{name.rpartition('/')[2]}", "it cannot be read, so nobody knows what that run made"
             )
+    pointers = [name for name in listing if name.startswith("speculators/") and name.endswith(f"/{POINTER_FILE}")]
+    for name in pointers:
+        verifier = name.removeprefix("speculators/").removesuffix(f"/{POINTER_FILE}")
+        try:
+            export = f"{read_pointer(uri, verifier).history[-1].export}/config.json"
+            if export not in listing:
+                yield Finding(name, f"it points to {export}, which is not there")
+        except StageFailed as error:
+            yield Finding(name, str(error))
 
 
 def _verify_stage(stage_uri: str, names: list[str]) -> Iterator[Finding]:

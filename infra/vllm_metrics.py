@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import Any
 
 from infra.errors import ServerError
 
@@ -33,19 +34,25 @@ class SpeculationCounters:
         num_draft_tokens: tokens proposed.
         num_accepted_tokens: proposed tokens that the verifier accepted; the bonus token is not among them.
         accepted_per_position: [num_speculative_tokens] drafts accepted through each position.
+        engines: each engine's own counts where there are several, by its number: the sum of one that began anew and
+            of another that went on may rise.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
+    engines: Mapping[str, SpeculationCounters] = field(default_factory=dict, compare=False, repr=False)
 
     def __sub__(self, earlier: SpeculationCounters) -> SpeculationCounters:
         """What was counted since `earlier`.
 
         Raises:
-            ServerError: a count went down, so the server was restarted in between and the difference means nothing.
+            ServerError: a count went down, so the server (or one engine of it) was restarted in between and the
+                difference means nothing.
         """
+        for engine, before in earlier.engines.items():
+            self.engines.get(engine, SpeculationCounters()) - before
         positions = zip_longest(self.accepted_per_position, earlier.accepted_per_position, fillvalue=0)
         difference = SpeculationCounters(
             num_drafts=self.num_drafts - earlier.num_drafts,
@@ -93,22 +100,77 @@ class EngineWork:
 
 def parse_counters(text: str) -> SpeculationCounters:
     """Counters of speculative decoding in a /metrics page, summed over engines."""
-    totals = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
-    per_position: dict[int, int] = {}
+    counts: dict[str, Counter[str]] = {}
+    positions: dict[str, Counter[int]] = {}
     for name, labels, value in _samples(text, "vllm:spec_decode_"):
-        count = name.removeprefix("vllm:spec_decode_").removesuffix("_total")
-        if name.endswith("_total") and count in totals:
-            totals[count] += round(value)
-        elif name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
-            found = _POSITION.search(labels)
-            if found is None:
+        found = _ENGINE.search(labels)
+        engine = found[1] if found else ""
+        counts.setdefault(engine, Counter())[name.removeprefix("vllm:spec_decode_")] += round(value)
+        if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
+            at = _POSITION.search(labels)
+            if at is None:
                 raise ServerError(f"vLLM reports {name}{{{labels}}} without a position: unknown format of /metrics")
-            position = int(found[1])
-            per_position[position] = per_position.get(position, 0) + round(value)
-    num_positions = max(per_position, default=-1) + 1
+            positions.setdefault(engine, Counter())[int(at[1])] += round(value)
+    engines = {engine: _counters(counts[engine], positions.get(engine, Counter())) for engine in counts}
+    if len(engines) == 1:
+        return next(iter(engines.values()))
+    whole = _counters(sum(counts.values(), Counter[str]()), sum(positions.values(), Counter[int]()))
+    return replace(whole, engines=engines)
+
+
+def _counters(counts: Counter[str], positions: Counter[int]) -> SpeculationCounters:
     return SpeculationCounters(
-        **totals, accepted_per_position=tuple(per_position.get(position, 0) for position in range(num_positions))
+        num_drafts=counts["num_drafts_total"],
+        num_draft_tokens=counts["num_draft_tokens_total"],
+        num_accepted_tokens=counts["num_accepted_tokens_total"],
+        accepted_per_position=tuple(positions[place] for place in range(max(positions, default=-1) + 1)),
     )
+
+
+@dataclass(frozen=True)
+class RequestFigures:
+    """What vLLM says of one request (`metrics` in its answer), where its server was started to say it.
+
+    Attributes:
+        ttft_seconds: from its arrival in the engine's queue to its first token.
+        tpot_seconds: per token after the first one; None of an answer of one token.
+        accepted: drafted tokens accepted in each step that verified a draft; the bonus token is not among them. In
+            the last step vLLM counts what was accepted, not what was kept of it.
+        drafted: tokens proposed in each of those steps.
+    """
+
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
+    accepted: tuple[int, ...] = ()
+    drafted: tuple[int, ...] = ()
+
+
+def request_figures(metrics: Mapping[str, Any] | None) -> RequestFigures | None:
+    """Reads `metrics` of a chat completion (vLLM 0.32, `--enable-per-request-metrics` and
+    `--per-request-spec-decode-metrics=detailed`); None where there are none.
+
+    Raises:
+        ServerError: they are of another form.
+    """
+    if metrics is None:
+        return None
+    try:
+        queued_ms, first_ms = metrics.get("queue_time_ms"), metrics.get("time_to_first_token_ms")
+        gap_ms = metrics.get("mean_itl_ms")
+        speculation = metrics.get("speculative_decoding") or {}
+        accepted = tuple(int(count) for count in speculation.get("per_step_accepted") or ())
+        drafted = tuple(int(count) for count in speculation.get("per_step_drafted") or ())
+        if len(accepted) != len(drafted):
+            raise ValueError(f"{len(accepted)} accepted counts and {len(drafted)} drafted ones")
+        return RequestFigures(
+            # vLLM counts the first token's time from when the request is taken up; a user waits in the queue too.
+            ttft_seconds=None if first_ms is None else (first_ms + (queued_ms or 0.0)) / 1000.0,
+            tpot_seconds=None if gap_ms is None else gap_ms / 1000.0,
+            accepted=accepted,
+            drafted=drafted,
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ServerError(f"vLLM's metrics of a request are of an unknown form ({error}): {metrics}") from error
 
 
 def parse_progress(text: str) -> ServerProgress:

@@ -22,6 +22,7 @@ import httpx
 from infra.errors import InputError, ServerError
 from infra.load_progress import LoadReport
 from infra.processes import GuardedProcess, end_stale, log_tail
+from infra.server_client import server_client
 from infra.vllm_config import VllmConfig, engine_environment, engine_flags, server_flags, vllm_version
 from infra.vllm_metrics import ServerProgress, SpeculationCounters, parse_counters, parse_progress
 
@@ -88,11 +89,7 @@ class VllmServer:
         self._token = token
         self._environment = engine_environment(config, model_path=model_path)
         self._process: GuardedProcess | None = None
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {self.api_key}"},
-            timeout=REQUEST_TIMEOUT_SECONDS,
-            trust_env=False,  # a proxy that the environment names is not for the loopback interface
-        )
+        self._client = server_client(self.api_key, REQUEST_TIMEOUT_SECONDS)
 
     async def __aenter__(self) -> Self:
         interpreter = self._config.interpreter()

@@ -2,55 +2,92 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra import manifest, storage
+from infra import manifest
+from infra.agreement import Parting, score_partings
 from infra.evaluation import EvaluateConfig, EvaluationPrompt, Measurement, Slot, measure
-from infra.evaluation_results import result_rows, results_parquet
-from infra.findings import DataFigures
+from infra.evaluation_config import Draft, Note
+from infra.evaluation_drafts import fetch_draft
+from infra.evaluation_results import (
+    acceptance_parquet,
+    acceptance_rows,
+    agreements,
+    completed,
+    request_notes,
+    result_rows,
+    results_parquet,
+)
+from infra.findings import DataFigures, main_rows
 from infra.inference import CompletionClient
 from infra.locations import cache_folder
+from infra.losslessness import PromptScorer
 from infra.manifest import Shard, ShardRecord, StageRef
-from infra.plots import acceptance_png, speedup_png, training_png, training_points
-from infra.report import ACCEPTANCE_PLOT, SPEEDUP_PLOT, TRAINING_PLOT, Report, Served, report_markdown
+from infra.plots import acceptance_png, context_png, history_png, speedup_png
+from infra.plots_training import training_png, training_points
+from infra.promotion import Pointer
+from infra.promotion_gate import Decision, PromoteConfig, decide
+from infra.report import (
+    ACCEPTANCE_PLOT,
+    CONTEXT_PLOT,
+    HISTORY_PLOT,
+    SPEEDUP_PLOT,
+    TRAINING_PLOT,
+    Report,
+    Served,
+    report_markdown,
+)
 from infra.tables import read_table
 from infra.vllm_server import VllmServer
-from tasks.export import EXPORT_FOLDER, METRICS_FILE
+from tasks.export import METRICS_FILE
 from tasks.policy import in_thread, retried_task
 from tasks.progress import StageProgress
 
 RESULTS_FILE = "results.parquet"
+ACCEPTANCE_FILE = "acceptance.parquet"
 REPORT_FILE = "report.md"
-FILES = (RESULTS_FILE, REPORT_FILE, ACCEPTANCE_PLOT, SPEEDUP_PLOT, TRAINING_PLOT)
+PLOTS = (ACCEPTANCE_PLOT, SPEEDUP_PLOT, TRAINING_PLOT, CONTEXT_PLOT, HISTORY_PLOT)
+FILES = (RESULTS_FILE, ACCEPTANCE_FILE, REPORT_FILE, *PLOTS)
 
 
-@retried_task(name="fetch-speculator", run_name="fetch speculator {drafts_uri}", timeout_seconds=3600)
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured.
+
+    Attributes:
+        gaps_nats: how nearly tokens tie where greedy answers part.
+        notes: what is to be said of how it was taken.
+    """
+
+    measurements: Sequence[Measurement]
+    gaps_nats: Mapping[Parting, float]
+    notes: Sequence[Note]
+
+
+@retried_task(name="fetch-speculator", run_name="fetch {draft.label}", timeout_seconds=3600)
 @in_thread
-def fetch_speculator(drafts_uri: str, records: Sequence[ShardRecord]) -> Path:
-    """The exported speculator as a local folder, every file checked against its record.
+def fetch_speculator(draft: Draft) -> Path:
+    """The speculator as a local folder, every file checked against its record (of a foreign one: its hash).
 
     Raises:
+        InputError: it is not there, or was changed since the run began.
         DamagedShard: a file is absent or is not what was committed.
     """
-    folder = cache_folder() / "speculators" / drafts_uri.rstrip("/").rsplit("/", 1)[-1]
-    folder.mkdir(parents=True, exist_ok=True)
-    for record in records:
-        if not record.data.startswith(f"{EXPORT_FOLDER}/"):
-            continue
-        path = folder / record.data.removeprefix(f"{EXPORT_FOLDER}/")
-        if not path.exists() or storage.sha256(str(path)) != record.sha256:
-            manifest.fetch_shard(drafts_uri, record, path)
+    folder = cache_folder() / "speculators" / draft.key
+    fetch_draft(draft, folder)
     return folder
 
 
 @task(
     name="measure",
-    task_run_name="{slot.method} x{slot.concurrency} round {slot.round_index}",
+    task_run_name="{slot} round {slot.round_index}",
     timeout_seconds=4 * 3600,
     cache_policy=NO_CACHE,
 )
@@ -63,11 +100,20 @@ async def measure_slot(
     dataset: str,
     progress: StageProgress,
 ) -> Measurement:
-    """Run one method under one load for one round. A dead server is the flow's to mend, with all its rounds."""
+    """Run one way of decoding under one load for one round. A dead server is the flow's to mend."""
     measured = await measure(client, prompts, slot, config, server.counters, dataset=dataset)
     progress.advance()
-    progress.detail(f"{slot.method} x{slot.concurrency}: {measured.output_tokens_per_second:.1f} tokens/s")
+    progress.detail(f"{slot}: {measured.output_tokens_per_second:.1f} tokens/s")
     return measured
+
+
+@retried_task(name="score-differences", timeout_seconds=4 * 3600)
+async def score_differences(
+    server: VllmServer, measurements: Sequence[Measurement], config: EvaluateConfig
+) -> dict[Parting, float]:
+    """How nearly tokens tie where greedy answers part, by the server without speculation."""
+    async with PromptScorer(server, config.request_timeout_seconds) as scorer:
+        return await score_partings(scorer, agreements(measurements))
 
 
 @retried_task(name="write-evaluation", timeout_seconds=3600)
@@ -77,25 +123,51 @@ def write_evaluation(
     plan: Sequence[Shard],
     inputs: Mapping[str, ShardRecord],
     config: EvaluateConfig,
-    measurements: Sequence[Measurement],
+    measured: Measured,
     served: Served,
+    gate: PromoteConfig | None,
+    pointer: Pointer,
 ) -> list[dict[str, Any]]:
-    """Commit results.parquet, the report and its plots; returns the rows of the results."""
+    """Commit the tables, the report and its plots; returns the rows of the results.
+
+    Args:
+        gate, pointer: what the report says of promotion is held against these.
+    """
+    taken = measured.measurements
     rows = result_rows(
-        measurements, config, draft_key=served.draft_key, vllm_version=served.vllm_version, flags=served.flags
+        taken, config, vllm_version=served.vllm_version, flags=served.flags, scored=measured.gaps_nats
     )
+    groups = acceptance_rows(taken, config)
+    longest = max(row["longest_tokens"] for row in rows)
+    data = dataclasses.replace(data_figures(stage), evaluated_length_tokens=longest)
+    notes = [*measured.notes, *request_notes(taken)]
+    decision = gate_decision(rows, served.draft_key, gate, pointer)
+    report = Report(rows, served, data, groups, notes, decision, pointer.history)
     bodies = {
         RESULTS_FILE: results_parquet(rows),
-        REPORT_FILE: report_markdown(Report(rows, served, data=data_figures(stage, measurements))).encode(),
+        ACCEPTANCE_FILE: acceptance_parquet(groups),
+        REPORT_FILE: report_markdown(report).encode(),
         ACCEPTANCE_PLOT: acceptance_png(rows),
         SPEEDUP_PLOT: speedup_png(rows),
         TRAINING_PLOT: training_plot(stage.upstream_uri("drafts")),
+        CONTEXT_PLOT: context_png(rows, groups),
+        HISTORY_PLOT: history_png(pointer.history, main_rows(rows)),
     }
+    counts = {RESULTS_FILE: len(rows), ACCEPTANCE_FILE: len(groups)}
     for shard in plan:
         name = shard.extra["file"]
-        count = len(rows) if name == RESULTS_FILE else 0
-        manifest.commit_shard(stage, shard, bodies[name], rows=count, status_counts={}, inputs=inputs)
+        manifest.commit_shard(stage, shard, bodies[name], rows=counts.get(name, 0), status_counts={}, inputs=inputs)
     return rows
+
+
+def gate_decision(
+    rows: Sequence[Mapping[str, Any]], draft: str | None, gate: PromoteConfig | None, pointer: Pointer
+) -> Decision | None:
+    """What the gate says of the new draft against the one that is promoted, where that is another one."""
+    if gate is None or draft is None:
+        return None
+    now = pointer.promoted
+    return decide(rows, draft, gate, now.draft if now and now.draft != draft else None)
 
 
 def training_plot(drafts_uri: str) -> bytes:
@@ -105,7 +177,7 @@ def training_plot(drafts_uri: str) -> bytes:
     return training_png(training_points(text), training_points(text, kind="validation"))
 
 
-def data_figures(stage: StageRef, measurements: Sequence[Measurement]) -> DataFigures:
+def data_figures(stage: StageRef) -> DataFigures:
     """What the draft was trained on, from the records of the stages before."""
     drafts_uri = stage.upstream_uri("drafts")
     drafts = manifest.StageRef(stage.root, "drafts", manifest.read_content(drafts_uri))
@@ -124,9 +196,9 @@ def data_figures(stage: StageRef, measurements: Sequence[Measurement]) -> DataFi
 
 
 def read_results(evaluations_uri: str) -> list[dict[str, Any]]:
-    """The rows of a committed results.parquet."""
+    """The rows of a committed results.parquet, of an earlier version's too: the key may be the same."""
     records = {record.data: record for record in manifest.read_records(evaluations_uri).values()}
-    return read_table(evaluations_uri, records[RESULTS_FILE]).to_pylist()  # type: ignore[no-any-return]
+    return [completed(row) for row in read_table(evaluations_uri, records[RESULTS_FILE]).to_pylist()]
 
 
 def read_report(evaluations_uri: str) -> str:

@@ -13,6 +13,7 @@ from infra import manifest, storage
 from infra.errors import InfrastructureError
 from infra.export import EXPORT_FILES, ExportContract, export_draft
 from infra.manifest import Shard, ShardRecord, StageRef
+from infra.schemas import EXPORT_FOLDER
 from infra.training import checkpoint
 from infra.training.best import why_exported
 from infra.training.checkpoint import Checkpoint
@@ -23,7 +24,6 @@ from tasks.policy import in_thread, retried_task
 
 logger = logging.getLogger("draftsmith.export")
 
-EXPORT_FOLDER = "export"
 METRICS_FILE = "metrics.jsonl"
 EXPORTED_FILES = (*(f"{EXPORT_FOLDER}/{name}" for name in EXPORT_FILES), METRICS_FILE)
 

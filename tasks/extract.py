@@ -20,6 +20,7 @@ from infra.state_checks import StateChecks
 from infra.tables import read_input
 from infra.verifier import Verifier
 from infra.vllm_config import VllmConfig
+from tasks.child_log import child_log
 from tasks.policy import retried_task
 
 
@@ -63,9 +64,13 @@ def _extract(
 
 
 @contextlib.asynccontextmanager
-async def staging_of(stage: StageRef, config: ExtractConfig) -> AsyncIterator[Staging]:
-    """The staging that all engines of a stage share, empty at first; its folder is gone when the context ends."""
-    staging = config.staging(process_token(stage.uri, "staging"))
+async def staging_of(stage: StageRef, config: ExtractConfig, partition: str = "") -> AsyncIterator[Staging]:
+    """The staging that all engines of a run share, empty at first; its folder is gone when the context ends.
+
+    Args:
+        partition: of a partition run, its name: another run on this node has a folder of its own.
+    """
+    staging = config.staging(process_token(stage.uri, "staging", *filter(None, [partition])))
     await asyncio.to_thread(staging.open)
     try:
         yield staging
@@ -75,20 +80,22 @@ async def staging_of(stage: StageRef, config: ExtractConfig) -> AsyncIterator[St
 
 @contextlib.asynccontextmanager
 async def building(
-    stage: StageRef, staging: Staging, checks: StateChecks, verifier: Verifier, ahead: int
+    stage: StageRef, staging: Staging, checks: StateChecks, verifier: Verifier, ahead: int, partition: str = ""
 ) -> AsyncIterator[BuildPool]:
     """The processes that check and encode a stage's shards, their files in its staging, for as long as the context
     lasts.
 
     Args:
         ahead: see BuildPool.
+        partition: of a partition run, its name: its processes are not to be taken for another run's on this node.
     """
+    name = "-".join(["builders", *filter(None, [partition])])
     builders = BuildPool(
         checks,
         verifier.path if checks.head else None,
         staging.folder,
-        token=process_token(stage.uri, "builders"),
-        log_path=log_file(stage.stage, stage.key, "builders"),
+        token=process_token(stage.uri, name),
+        log_path=log_file(stage.stage, stage.key, name),
         ahead=ahead,
     )
     try:
@@ -105,6 +112,7 @@ async def extracting(
     vllm: VllmConfig,
     verifier: Verifier,
     staging: Staging,
+    partition: str = "",
     *,
     trust_remote_code: bool,
 ) -> AsyncIterator[ExtractionEngine]:
@@ -113,18 +121,21 @@ async def extracting(
     Args:
         number: of the engine, from 0.
         vllm: with the engine's own GPUs.
+        partition: of a partition run, its name: its processes are not to be taken for another run's on this node.
     """
-    engine = await start_engine(stage, number, config, vllm, verifier, staging, trust_remote_code)
-    try:
-        yield engine
-    finally:
-        await _in_any_case(engine.stop)
+    name = "-".join([str(number), *filter(None, [partition])])
+    async with child_log(stage, f"engine-{name}"):
+        engine = await start_engine(stage, name, config, vllm, verifier, staging, trust_remote_code)
+        try:
+            yield engine
+        finally:
+            await _in_any_case(engine.stop)
 
 
-@retried_task(name="start-extraction-engine", run_name="start extraction engine {number}", restarts=True)
+@retried_task(name="start-extraction-engine", run_name="start extraction engine {name}", restarts=True)
 async def start_engine(
     stage: StageRef,
-    number: int,
+    name: str,
     config: ExtractConfig,
     vllm: VllmConfig,
     verifier: Verifier,
@@ -132,7 +143,7 @@ async def start_engine(
     trust_remote_code: bool,
 ) -> ExtractionEngine:
     """Load the verifier once for many shards. Whoever starts an engine stops it (`extracting`)."""
-    name = f"engine-{number}"
+    name = f"engine-{name}"
     engine = ExtractionEngine(
         config,
         vllm,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from infra import manifest
 from infra.conversations import Rebuilder
+from infra.effort import token_counts
 from infra.generation_progress import GenerationProgress
 from infra.inference import GenerateConfig, PartialShard, WindowedAsker, generate_rows
 from infra.manifest import Shard, ShardRecord, StageRef
@@ -52,5 +53,5 @@ async def generate_shard(
         rows=len(rows),
         status_counts=status_counts(rows),
         inputs=inputs,
-        extra=turns_not_found(rows),
+        extra={**token_counts(rows), **turns_not_found(rows)},
     )

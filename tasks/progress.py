@@ -91,7 +91,7 @@ class StageProgress:
             await asyncio.sleep(UPDATE_SECONDS)
 
     async def _update(self) -> None:
-        percent = 100.0 * self._done / self._total
+        percent = round(100.0 * self._done / self._total, 1)  # shown as it is
         try:
             if self._artifact is None:
                 key = f"{self._stage.replace('_', '-')}-progress"

@@ -20,6 +20,7 @@ from infra.server_pool import Launch
 from infra.servers_config import ServersConfig, replica_configs
 from infra.verifier import Verifier
 from infra.vllm_server import VllmConfig, VllmServer
+from tasks.child_log import child_log
 from tasks.policy import retried_task
 
 logger = logging.getLogger("draftsmith.server")
@@ -70,12 +71,13 @@ async def serving(
     trust_remote_code: bool = False,
 ) -> AsyncIterator[VllmServer]:
     """A vLLM server of the verifier for as long as the context lasts; it ends on any exit, cancellation too."""
-    server = await start_server(config, verifier, stage, purpose, speculative_config, trust_remote_code)
-    try:
-        yield server
-    finally:
-        await asyncio.shield(server.__aexit__(None, None, None))
-        logger.info("The vLLM server for %s has ended.", purpose)
+    async with child_log(stage, f"vllm-{purpose}"):
+        server = await start_server(config, verifier, stage, purpose, speculative_config, trust_remote_code)
+        try:
+            yield server
+        finally:
+            await asyncio.shield(server.__aexit__(None, None, None))
+            logger.info("The vLLM server for %s has ended.", purpose)
 
 
 # Not retried: its own patience is the limit.
@@ -109,16 +111,26 @@ async def reached(
 
 
 def replica_launches(
-    servers: ServersConfig, config: VllmConfig, verifier: Verifier, stage: StageRef, *, trust_remote_code: bool
+    servers: ServersConfig,
+    config: VllmConfig,
+    verifier: Verifier,
+    stage: StageRef,
+    partition: str = "",
+    *,
+    trust_remote_code: bool,
 ) -> list[Launch]:
-    """What starts each replica on this node, by its number, each with one token less than extraction takes."""
+    """What starts each replica on this node, by its number, each with one token less than extraction takes.
+
+    Args:
+        partition: of a partition run, its name: its processes are not to be taken for another run's on this node.
+    """
     return [
         partial(
             serving,
             each.for_generation(),
             verifier,
             stage,
-            purpose=f"generation-{number}",
+            purpose="-".join(["generation", str(number), *filter(None, [partition])]),
             trust_remote_code=trust_remote_code,
         )
         for number, each in enumerate(replica_configs(servers, config), start=1)

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.evaluation import EvaluateConfig, speculative_config
+from infra.evaluation import speculative_config
+from infra.evaluation_config import EAGLE3, EvaluateConfig, Way
 from infra.manifest import StageRef
 from infra.smoke_serve import Messages, SmokeServe, serve_once
 from infra.verifier import Verifier
@@ -35,13 +36,14 @@ async def smoke_serve(
 
     Args:
         speculator: local folder of the export.
-        evaluate: says how many tokens are drafted at a time.
+        evaluate: says how many tokens are drafted at a time, at most.
 
     Raises:
         ServerError: the server did not start, or died.
         StageFailed: it serves, but not what the verifier would say.
     """
-    method = speculative_config("eagle3", evaluate, str(speculator))
+    way = Way(EAGLE3, max(evaluate.num_speculative_tokens))
+    method = speculative_config(way, evaluate, str(speculator))
     served = server_of(vllm.without_prefix_caching(), verifier, stage, PURPOSE, method, trust_remote_code)
     async with served as server:
         found = await serve_once(

@@ -12,6 +12,7 @@ from typing import Any
 
 from infra import leases, storage
 from infra.errors import DamagedShard, InfrastructureError, InputError, LeaseLost, StageFailed
+from infra.gauges import show_training
 from infra.locations import log_file
 from infra.manifest import ShardRecord, StageRef, inputs_sha256
 from infra.processes import GuardedProcess, end_stale, log_tail, process_token
@@ -22,6 +23,7 @@ from infra.training.launch import torchrun_command
 from infra.training.progress import parse
 from infra.training.start import write_start
 from infra.verifier import Verifier
+from tasks.child_log import child_log
 from tasks.policy import retried_task
 from tasks.training_watch import TrainingWatch, watching
 
@@ -102,12 +104,13 @@ async def _run_trainer(
         logger.warning("Start on node %d: %s", node, shlex.join(torchrun_command(config, spec_uri, node)))
     ranks = config.num_ranks * config.num_nodes
     logger.info("Training %s with %d rank(s); the log is %s.", stage.key, ranks, log)
-    process = GuardedProcess.start(command, token=token, log_path=log, stdout_pipe=True)
-    try:
-        last = await _follow(process, config.hang_timeout_seconds, watch)
-        code = await asyncio.to_thread(process.wait)
-    finally:
-        await asyncio.shield(asyncio.to_thread(process.stop))
+    async with child_log(stage, "trainer"):
+        process = GuardedProcess.start(command, token=token, log_path=log, stdout_pipe=True)
+        try:
+            last = await _follow(stage, process, config.hang_timeout_seconds, watch)
+            code = await asyncio.to_thread(process.wait)
+        finally:
+            await asyncio.shield(asyncio.to_thread(process.stop))
     if last.get("kind") == "done" and code == 0:
         return int(last["step"])
     if last.get("kind") == "failed":
@@ -120,7 +123,9 @@ async def _run_trainer(
     raise InfrastructureError(f"the trainer ended with code {code}; the next attempt resumes. {log} says: {tail}")
 
 
-async def _follow(process: GuardedProcess, hang_timeout_seconds: float, watch: TrainingWatch) -> dict[str, Any]:
+async def _follow(
+    stage: StageRef, process: GuardedProcess, hang_timeout_seconds: float, watch: TrainingWatch
+) -> dict[str, Any]:
     """Show the trainer's lines until it closes its output; returns the last one that ends a run.
 
     Raises:
@@ -134,6 +139,8 @@ async def _follow(process: GuardedProcess, hang_timeout_seconds: float, watch: T
             if said is None:
                 continue
             await watch.see(said)
+            if said["kind"] == "train":
+                show_training(stage, said)
             if said["kind"] in ENDS:
                 last = said
     except TimeoutError:

@@ -5,17 +5,23 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 import yaml
 from prefect.events.schemas.automations import AutomationCore
+from pydantic import ValidationError
 
+from flows import automations
 from flows.automations import install
 from flows.cli import EXIT_FAILED, EXIT_WRONG_INPUT, main
+from flows.config import profile_names
+from flows.notices import NOT_PROMOTED, PROMOTED
 from infra.errors import InputError
 from infra.locations import project_home
 
 FOLDER = project_home() / "deployments" / "automations"
+BLOCK = UUID(int=7)
 
 
 def automation(name: str) -> Any:
@@ -35,16 +41,29 @@ def test_a_healthy_run_beats_three_times_before_it_would_be_crashed() -> None:
 
 
 def test_every_stage_and_the_pipeline_is_watched_and_put_back() -> None:
-    names = {"pipeline", "prompts", "generate", "extract", "vocab", "train", "evaluate"}
-    assert {deployment["name"] for deployment in deployments()} == names
+    stages = {"prompts", "generate", "extract", "vocab", "train", "evaluate", "partition"}
+    assert {deployment["name"] for deployment in deployments()} == {*stages, *profile_names(), "watch", "gc"}
     for path in FOLDER.glob("*.yaml"):
         wanted = yaml.safe_load(path.read_text())["trigger"]["match_related"]["prefect.resource.id"]
         for deployment in deployments():
+            if deployment["name"] == "partition":  # the run that it helps starts another one
+                assert "resumable" not in deployment["tags"]
+                assert "draftsmith" in deployment["tags"]
+                continue
             assert wanted.removeprefix("prefect.tag.") in deployment["tags"], (
                 f"{path.name} does not see {deployment['name']}"
             )
     for deployment in deployments():
         assert not deployment["work_pool"]["job_variables"]["stream_output"]
+
+
+def test_people_are_told_by_a_block_of_theirs() -> None:
+    told = automations._read(FOLDER / "notify", block_id=str(BLOCK))
+    expected = {event for automation in told for event in automation.trigger.expect}
+    assert expected == {PROMOTED, NOT_PROMOTED, "prefect.flow-run.Failed", "prefect.flow-run.Crashed"}
+    assert {action.block_document_id for automation in told for action in automation.actions} == {BLOCK}
+    with pytest.raises(ValidationError, match="block_document_id"):
+        automations._read(FOLDER / "notify")
 
 
 def test_a_run_that_was_failed_or_cancelled_is_not_put_back() -> None:

@@ -125,7 +125,8 @@ def test_plan_says_what_is_reused_continued_and_made(half: Half, capsys: pytest.
 
 def test_plan_prints_one_line_for_each_stage(half: Half, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", half.config]) == EXIT_DONE
-    lines = said(capsys).splitlines()
+    *lines, total = said(capsys).splitlines()
+    assert total.split()[:2] == ["total", "about"]
     assert [line.split()[0] for line in lines] == list(STAGES)
     assert [line.split()[2] for line in lines] == ["reuse", "resume", "make", "make", "make", "make"]
 

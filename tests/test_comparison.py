@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from infra.comparison import Agreement, Speedup, acceptance, compare_outputs, speedup
+from infra.comparison import Speedup, acceptance, check_length, speedup
 from infra.errors import ServerError, StageFailed
 from infra.evaluation import Measurement, Method
 from tests.fakes.measurements import measurement
@@ -34,6 +34,12 @@ def test_length_is_one_plus_the_sum_of_the_rates(counts: tuple[int, ...]) -> Non
     found = acceptance(num_drafts, 3 * num_drafts, sum(accepted), accepted)
     assert found.length is not None
     assert abs(found.length - 1 - sum(found.rate_per_position)) < 1e-9
+
+
+def test_a_length_that_is_not_the_sum_of_its_rates_is_refused() -> None:
+    check_length(1.3 + 9e-10, [0.2, 0.1])
+    with pytest.raises(ServerError, match="not 1 \\+ the sum"):
+        check_length(1.3 + 2e-9, [0.2, 0.1])
 
 
 def test_nothing_drafted_has_no_acceptance() -> None:
@@ -124,11 +130,3 @@ def test_sides_that_do_not_match_are_refused() -> None:
 )
 def test_verdicts(low: float, high: float, word: str) -> None:
     assert Speedup(ratio=1.0, low=low, high=high, by_round=()).verdict == word
-
-
-def test_outputs_are_compared_up_to_the_first_difference() -> None:
-    reference = measurement("none", [1.0] * 4, outputs=[[1, 2, 3], [4, 5, 6, 7], [8, 9], [1]])
-    ours = measurement("eagle3", [1.0] * 4, outputs=[[1, 2, 3], [4, 9, 6, 7], [8, 9, 10], [1]])
-    assert compare_outputs(ours, reference) == Agreement(
-        num_compared=4, num_identical=2, num_tokens=3 + 2 + 3 + 1, first_differences=(1, 2)
-    )

@@ -113,6 +113,8 @@ WRONG_FIELDS = [
     pytest.param("vllm.max_model_len", 512, "generate.max_tokens", "no room", id="answers that cannot fit"),
     pytest.param("generate.servers", {"gpu_sets": [[0, 1]]}, "generate.servers.gpu_sets", "need 1", id="GPU set"),
     pytest.param("extract", {"gpu_sets": [[0, 1]]}, "extract.gpu_sets", "need 1", id="GPU set of an engine"),
+    pytest.param("promote", {}, "promote.not_worse_than", "evaluate.drafts", id="a rival that is not measured"),
+    pytest.param("promote", {"min_speedup": {32: 1.1}}, "promote.min_speedup", "32 requests", id="unmeasured load"),
     pytest.param("vllm.python", "/no/such/python", "vllm.python", "make setup", id="no environment of vLLM"),
     pytest.param("vllm.extra_args", ["--port=1"], "vllm.extra_args", "--port", id="a flag that is set for you"),
 ]
@@ -343,7 +345,7 @@ def test_plan_tells_the_start_drafts_revision(
     shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("drafts"))
     before, _, revision = shown.partition("9 optimizer steps, from train.init_from.revision=")
     assert before
-    pinned = changed(value, "train.init_from.revision", revision.strip())
+    pinned = changed(value, "train.init_from.revision", revision.partition(";")[0])
     assert keys(pinned) == keys(value)
 
 

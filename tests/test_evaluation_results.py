@@ -1,24 +1,30 @@
 from __future__ import annotations
 
+import dataclasses
 import io
+import math
 
 import pyarrow.parquet as pq
 import pytest
 
 from infra import schemas
-from infra.errors import StageFailed
+from infra.agreement import FAULT, IDENTICAL, NEAR_TIES, NOT_COMPARED
+from infra.errors import ServerError, StageFailed
 from infra.evaluation import EvaluateConfig
+from infra.evaluation_config import Way
+from infra.evaluation_groups import GROUPS
 from infra.evaluation_results import (
     RESULTS,
-    measurements_from_json,
-    measurements_json,
+    acceptance_parquet,
+    acceptance_rows,
+    agreements,
     portable_flags,
+    request_notes,
     result_rows,
     results_parquet,
 )
-from tests.fakes.measurements import counters, example_rows, measurement
-
-FLAGS = {"none": "a", "ngram": "b", "eagle3": "c"}
+from infra.vllm_metrics import RequestFigures
+from tests.fakes.measurements import DRAFT, FLAGS, counters, example_measurements, example_rows, measurement
 
 
 def test_rows_combine_rounds_by_summing_counts() -> None:
@@ -28,14 +34,18 @@ def test_rows_combine_rounds_by_summing_counts() -> None:
         measurement("eagle3", [0.5, 0.5], counted=counters(10, 5, 1), outputs=[[1, 2], [3, 4]]),
         measurement("eagle3", [1.0, 1.0], round_index=1, counted=counters(30, 9, 3), outputs=[[1, 2], [3, 9]]),
     ]
-    none, eagle3 = result_rows(taken, EvaluateConfig(), draft_key="k", vllm_version="v", flags=FLAGS)
+    none, eagle3 = result_rows(taken, EvaluateConfig(), vllm_version="v", flags=FLAGS)
     assert (none["method"], none["draft"], none["num_speculative_tokens"]) == ("none", None, 0)
     assert (none["acceptance_length"], none["draft_acceptance_rate"]) == (None, None)
     assert (none["speedup"], none["speedup_low"], none["speedup_high"]) == (1.0, 1.0, 1.0)
     assert none["output_tokens_per_second"] == pytest.approx(8 / 6)
     assert (none["num_compared_outputs"], none["num_identical_outputs"]) == (2, 2)  # round 1 against round 0
 
-    assert (eagle3["draft"], eagle3["flags"], eagle3["num_speculative_tokens"]) == ("k", "c", 3)
+    assert (eagle3["draft"], eagle3["flags"], eagle3["num_speculative_tokens"]) == (
+        "0123456789abcdef",
+        "--model verifier --y",
+        3,
+    )
     assert (eagle3["num_drafts"], eagle3["accepted_per_position"]) == (40, [14, 4])
     assert eagle3["acceptance_length"] == pytest.approx(1 + 18 / 40)
     assert eagle3["acceptance_rate_per_position"] == pytest.approx([0.35, 0.1])
@@ -47,6 +57,90 @@ def test_rows_combine_rounds_by_summing_counts() -> None:
     assert eagle3["first_differences"] == [1]
 
 
+def test_where_answers_part_the_gap_decides_whether_it_is_a_fault() -> None:
+    taken = [measurement("none", [1.0] * 2, outputs=[[1, 2], [3, 4]])]
+    taken.append(measurement("eagle3", [1.0] * 2, counted=counters(10, 5), outputs=[[1, 2], [3, 9]]))
+    ((near,),) = [found.partings for found in agreements(taken) if found.partings]
+    for gap, verdict, beyond in ((0.25, NEAR_TIES, 0), (3.0, FAULT, 1)):
+        none, eagle3 = result_rows(taken, EvaluateConfig(), vllm_version="v", flags=FLAGS, scored={near: gap})
+        assert (eagle3["first_difference_gaps_nats"], eagle3["num_beyond_ties"]) == ([gap], beyond)
+        assert (none["losslessness"], eagle3["losslessness"]) == (NOT_COMPARED, verdict)
+    unscored = result_rows(taken, EvaluateConfig(), vllm_version="v", flags=FLAGS)[1]
+    assert math.isnan(unscored["first_difference_gaps_nats"][0])
+    assert unscored["losslessness"] == NOT_COMPARED
+
+
+def told(accepted: list[int], ttft_seconds: float) -> RequestFigures:
+    return RequestFigures(ttft_seconds, 0.01, tuple(accepted), (2,) * len(accepted))
+
+
+def test_every_figure_has_an_interval_from_what_vllm_says_of_each_request() -> None:
+    each = [told([2, 0], 0.1), told([1, 1, 0], 0.2), told([0], 0.3)]
+    base = [measurement("none", [1.0] * 3, round_index=i) for i in range(2)]
+    ours = [
+        measurement("eagle3", [0.5, 0.4, 0.6], round_index=i, counted=counters(6, 3, 1), figures=each)
+        for i in range(2)
+    ]
+    none, eagle3 = result_rows([*base, *ours], EvaluateConfig(), vllm_version="v", flags=FLAGS)
+    for name in ("acceptance_length", "draft_acceptance_rate", "output_tokens_per_second"):
+        assert eagle3[f"{name}_low"] < eagle3[name] < eagle3[f"{name}_high"]
+    for low, rate, high in zip(
+        eagle3["acceptance_rate_per_position_low"],
+        eagle3["acceptance_rate_per_position"],
+        eagle3["acceptance_rate_per_position_high"],
+        strict=True,
+    ):
+        assert low < rate < high
+    assert eagle3["acceptance_rate_per_position_high"][1] < eagle3["acceptance_rate_per_position_high"][0]
+    assert eagle3["ttft_seconds_median"] == pytest.approx(0.2)
+    assert eagle3["ttft_seconds_p95"] == pytest.approx(0.3)
+    assert eagle3["ttft_seconds_median_low"] <= 0.2 <= eagle3["ttft_seconds_median_high"]
+    assert none["ttft_seconds_median"] is None
+    assert request_notes([*base, *ours]) == []
+    (domain,) = [row for row in acceptance_rows([*base, *ours], EvaluateConfig()) if row["group_by"] == "domain"]
+    assert (domain["label"], domain["draft"], domain["num_drafts"]) == ("eagle3", DRAFT.key, 12)
+    assert pq.read_table(io.BytesIO(acceptance_parquet([domain]))).schema.equals(GROUPS)
+
+
+def test_without_figures_of_requests_the_report_is_told() -> None:
+    rows = example_rows()
+    assert {row["acceptance_length_low"] for row in rows} == {None}
+    (note,) = request_notes(example_measurements())
+    assert (note.kind, "ngram k=3" in note.text) == ("no_request_metrics", True)
+    assert acceptance_rows(example_measurements(), EvaluateConfig()) == []
+
+
+def test_each_draft_and_k_has_rows_of_its_own_and_shares_the_baseline() -> None:
+    promoted = dataclasses.replace(DRAFT, label="eagle3 promoted", key="f" * 16, portable="drafts/f/export")
+    every = [Way("none"), Way("eagle3", 3, DRAFT), Way("eagle3", 5, DRAFT), Way("eagle3", 3, promoted)]
+    taken = [
+        measurement(way, [1.0, 2.0], counted=counters(9, 3) if way.method == "eagle3" else counters(0))
+        for way in every
+    ]
+    rows = result_rows(taken, EvaluateConfig(), vllm_version="v", flags={way.name: "f" for way in every})
+    assert [(row["label"], row["num_speculative_tokens"], row["draft"]) for row in rows] == [
+        ("none", 0, None),
+        ("eagle3", 3, DRAFT.key),
+        ("eagle3", 5, DRAFT.key),
+        ("eagle3 promoted", 3, "f" * 16),
+    ]
+    assert [row["speedup"] for row in rows] == [1.0] * 4
+
+
+def test_greedy_and_sampled_rows_are_each_held_against_their_own_baseline() -> None:
+    taken = example_measurements() + example_measurements(temperature=0.7)
+    rows = result_rows(taken, EvaluateConfig(), vllm_version="v", flags=FLAGS)
+    assert len(rows) == 2 * len(example_rows())
+    assert {row["losslessness"] for row in rows if row["temperature"] == 0.7} == {NOT_COMPARED}
+    assert {row["losslessness"] for row in rows if row["temperature"] == 0.0} == {IDENTICAL}
+
+
+def test_a_length_that_its_rates_do_not_give_is_never_written() -> None:
+    row = example_rows()[2]
+    with pytest.raises(ServerError, match="not 1"):
+        results_parquet([row | {"acceptance_length": row["acceptance_length"] + 1e-6}])
+
+
 def test_sampled_outputs_are_not_compared() -> None:
     rows = example_rows(EvaluateConfig(temperature=0.7))
     assert {row["num_compared_outputs"] for row in rows} == {0}
@@ -55,7 +149,7 @@ def test_sampled_outputs_are_not_compared() -> None:
 
 def test_a_method_without_its_baseline_is_refused() -> None:
     with pytest.raises(StageFailed, match="rounds"):
-        result_rows([measurement("ngram", [1.0])], EvaluateConfig(), draft_key=None, vllm_version="v", flags=FLAGS)
+        result_rows([measurement("ngram", [1.0])], EvaluateConfig(), vllm_version="v", flags=FLAGS)
 
 
 def test_parquet_has_the_contracts_columns_first_and_keeps_the_figures() -> None:
@@ -82,14 +176,6 @@ def test_parquet_refuses_rows_that_do_not_fit() -> None:
         results_parquet([row | {"speed": 1.0}])
     with pytest.raises(ValueError, match="vllm_version has a null"):
         results_parquet([row | {"vllm_version": None}])
-
-
-def test_measurements_survive_json() -> None:
-    taken = [
-        measurement("none", [1.0, 0.1]),
-        measurement("eagle3", [1.0, 2.0], concurrency=8, counted=counters(3, 2, 1)),
-    ]
-    assert measurements_from_json(measurements_json(taken)) == taken
 
 
 def test_flags_lose_their_local_paths() -> None:

@@ -13,6 +13,7 @@ from flows import extract
 from flows.config import PipelineConfig
 from flows.extract import Making
 from flows.forecast import forecast
+from flows.nodes import Feed
 from flows.resolve import resolve
 from flows.stage import StageWork
 from flows.train import layers_of_states
@@ -69,8 +70,9 @@ class Run:
 
     def __init__(self, work: StageWork, monkeypatch: pytest.MonkeyPatch, failing: int = 0) -> None:
         self.work = work
-        self.making = Making(work, VERIFIER, manifest.input_records(work.stage, work.state.plan))
-        self.making.progress = SimpleNamespace(advance=lambda: None)
+        inputs = manifest.input_records(work.stage, work.state.plan)
+        progress: Any = SimpleNamespace(advance=lambda: None)
+        self.making = Making(work, VERIFIER, inputs, Feed(work, 2), progress)
         self.making.builders = None
 
         async def commits(stage: StageRef, shard: Shard, *_: Any) -> ShardRecord:

@@ -16,9 +16,13 @@ from infra.fingerprint import stage_content
 from infra.garbage import KEPT_SECONDS, PARTIAL, Survey, remove, survey
 from infra.leases import Lease, Timing, Waiter, lease_name
 from infra.manifest import Shard, StageRef
+from infra.promotion import promote
+from infra.promotion_gate import PromoteConfig
 from infra.training import checkpoint_files
 from infra.training.checkpoint_files import CheckpointRef
 from infra.verify import verify
+from tests.fakes.result_rows import measured
+from tests.test_promotion import entry
 from tests.test_verify import make_checkpoint
 
 QUICK = Timing(renew_seconds=0.1, takeover_seconds=0.4, poll_seconds=0.05)
@@ -31,7 +35,8 @@ def make(
     keys = {one.stage: one.key for one in upstream}
     made = StageRef(str(root), stage, stage_content(stage, 1, dict(config), {}, keys))
     names = tuple(f"{one.stage}/00000" for one in upstream)
-    shards = manifest.write_plan(made, [Shard("00000", names), Shard("00001", names)])
+    exported = {"file": "export/config.json"} if stage == "drafts" else {}
+    shards = manifest.write_plan(made, [Shard("00000", names, exported), Shard("00001", names)])
     inputs = manifest.input_records(made, shards)
     for shard in shards if complete else shards[:1]:
         data = f"{stage} {shard.shard} {config}".encode()
@@ -270,7 +275,8 @@ def test_stages_that_nothing_refers_to_are_garbage_and_what_others_need_is_not(t
     old_responses = make(tmp_path, "responses", (old_prompts,), complete=False)
     promoted = make(tmp_path, "drafts")
     refer(tmp_path, responses)  # its prompts are needed too
-    refer(tmp_path, promoted, name="speculators/some/promoted.json")
+    rows = measured(promoted.key)
+    assert promote(str(tmp_path), "some", rows, promoted.key, PromoteConfig(), entry(promoted.key)).moved
     age(tmp_path)
     assert set(found(tmp_path)) == {place(old_responses)}
     assert any("1 complete" in note for note in survey(str(tmp_path)).notes)

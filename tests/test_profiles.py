@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from flows.config import PipelineConfig, load_config
+from infra.prompts import load_prompts
 
 DEPLOYMENTS = Path(__file__).resolve().parents[1] / "deployments"
 KIMI = ("kimi-k2.5-rtx6000", "kimi-k2.5-b300")
@@ -64,7 +65,16 @@ def test_the_smaller_node_has_the_lower_numbers() -> None:
     assert (small.vllm.max_model_len or 0) < (large.vllm.max_model_len or 0)
 
 
-@pytest.mark.parametrize("name", PROFILES)
+def test_the_demo_on_a_gpu_has_prompts_for_its_load_and_memory_for_its_servers() -> None:
+    config = profile("smoke-gpu")
+    prompts = load_prompts(config.prompts, DEPLOYMENTS)
+    assert len(prompts.train) >= 5000
+    assert len(prompts.heldout) >= max(config.evaluate.num_prompts)
+    assert config.vllm.gpu_memory_utilization * len(config.evaluate.methods) <= 0.9, "they stand side by side"
+    assert not any(reasons for reasons in prompts.dropped.values()), "none is useless or there twice"
+
+
+@pytest.mark.parametrize("name", [*PROFILES, "smoke-gpu"])
 def test_each_value_has_its_reason(name: str) -> None:
     text = (DEPLOYMENTS / f"{name}.yaml").read_text(encoding="utf-8")
     lines = text.splitlines()
@@ -73,7 +83,7 @@ def test_each_value_has_its_reason(name: str) -> None:
             assert " # " in line or before.lstrip().startswith("#"), line
 
 
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("name", [*PROFILES, "smoke-gpu"])
 def test_nothing_is_said_twice(name: str) -> None:
     """YAML takes the last of two equal keys without a word."""
 

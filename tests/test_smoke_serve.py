@@ -16,7 +16,7 @@ import pytest
 
 from infra import vllm_server
 from infra.errors import ServerError, StageFailed
-from infra.evaluation import EvaluateConfig
+from infra.evaluation_config import EvaluateConfig
 from infra.fingerprint import stage_content
 from infra.locations import project_home
 from infra.manifest import StageRef

@@ -91,7 +91,10 @@ async def test_the_last_step_is_returned(tmp_path: Path, monkeypatch: pytest.Mon
             },
             DamagedShard,
         ),
-        ({"kind": "train", "step": 3}, InfrastructureError),
+        (
+            {"kind": "train", "step": 3, "loss": 2.0, "tokens_per_second": 9.0, "input_wait_seconds": 0.0},
+            InfrastructureError,
+        ),
     ],
 )
 async def test_each_end_has_its_error(

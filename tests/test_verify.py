@@ -12,8 +12,12 @@ from flows.cli import EXIT_DONE, EXIT_FAILED, main
 from infra import manifest, storage
 from infra.fingerprint import sha256_hex, stage_content
 from infra.manifest import Shard, StageRef
+from infra.promotion import promote
+from infra.promotion_gate import PromoteConfig
 from infra.training.checkpoint_files import COMMIT_FILE, SHARED_FILES, STATE_FILE, CheckpointRef
 from infra.verify import verify
+from tests.fakes.result_rows import NEW, measured
+from tests.test_promotion import entry
 
 
 def make_stage(root: Path, stage: str = "prompts", count: int = 2, **config: object) -> StageRef:
@@ -140,3 +144,15 @@ def test_a_foreign_plan_is_a_problem(tmp_path: Path) -> None:
     stage, other = make_stage(tmp_path), make_stage(tmp_path / "other", seed=2)
     Path(stage.plan_uri).write_bytes(Path(other.plan_uri).read_bytes())
     assert problems(Path(stage.uri)) == [f"prompts/{stage.key}"]
+
+
+def test_a_pointer_that_is_torn_or_points_to_nothing_is_a_problem(tmp_path: Path) -> None:
+    make_stage(tmp_path)
+    name = "speculators/org/model/promoted.json"
+    storage.put(str(tmp_path / name), b'{"promoted"')
+    assert problems(tmp_path) == [name]
+    storage.delete(str(tmp_path / name))
+    assert promote(str(tmp_path), "org/model", measured(), NEW, PromoteConfig(), entry(NEW)).moved
+    assert problems(tmp_path) == [name]
+    storage.put(str(tmp_path / "drafts" / NEW / "export" / "config.json"), b"{}")
+    assert problems(tmp_path) == []

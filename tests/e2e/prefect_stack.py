@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -33,6 +32,8 @@ from prefect.states import Cancelling
 
 from flows.automations import install
 from flows.config import PipelineConfig
+from flows.registration import deploy_all, make_pools
+from flows.stack import POOLS
 from infra import guard
 from infra.locations import project_home
 from infra.processes import GuardedProcess, descendants, process_token
@@ -40,7 +41,7 @@ from infra.processes import GuardedProcess, descendants, process_token
 POOL = "gpu-pool"
 STARTUP_SECONDS = 180.0
 RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"  # Prefect gives it to a run's process, which its children inherit
-FLOW_NAMES = {"pipeline": "speculator-pipeline"}  # where they differ from the deployment's
+FLOW_NAMES = {"smoke": "speculator-pipeline"}  # where they differ from the deployment's
 FINAL = ("Completed", "Cached", "Failed", "Crashed", "Cancelled")
 
 
@@ -205,8 +206,17 @@ class PrefectStack:
             else:
                 os.environ["PREFECT_API_URL"] = before
 
+    def deploy_again(self) -> None:
+        """What `prefect --no-prompt deploy --all` does."""
+        deploy_all(self._variables)
+
     def start_worker(
-        self, name: str, *, limit: int | None = None, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        *,
+        limit: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        pool: str = POOL,
     ) -> Worker:
         """Start a worker and wait until the server knows it.
 
@@ -214,7 +224,7 @@ class PrefectStack:
             limit: runs that it executes at once; any number by default.
             environment: variables of this worker only.
         """
-        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--name", name]
+        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", name]
         command += ["--limit", str(limit)] if limit else []
         log_path = self.folder / f"worker-{name}.log"
         variables = {
@@ -232,7 +242,7 @@ class PrefectStack:
         worker = Worker(name, log_path, process)
         self.workers.append(worker)
         deadline = time.monotonic() + STARTUP_SECONDS
-        while name not in {known.name for known in self.client.read_workers_for_work_pool(POOL)}:
+        while name not in {known.name for known in self.client.read_workers_for_work_pool(pool)}:
             assert time.monotonic() < deadline, f"worker {name} did not start:\n{worker.log[-3000:]}"
             time.sleep(0.5)
         return worker
@@ -261,23 +271,8 @@ class PrefectStack:
         return self.client.read_global_concurrency_limit_by_name(limit_name).active_slots
 
     def _register(self) -> None:
-        # Without DRAFTSMITH_HOME, so that each worker fills in its own.
-        environment = {**os.environ, **self._variables}
-        environment.pop("DRAFTSMITH_HOME", None)
-        for arguments in (
-            ["work-pool", "create", POOL, "--type", "process", "--overwrite"],
-            ["--no-prompt", "deploy", "--all"],
-        ):
-            done = subprocess.run(
-                [sys.executable, "-m", "prefect", *arguments],
-                env=environment,
-                cwd=project_home(),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=STARTUP_SECONDS,
-            )
-            assert done.returncode == 0, done.stdout + done.stderr
+        make_pools(self.client, POOLS)
+        self.deploy_again()
         self.install_automations()
 
     def _wait_until_healthy(self) -> None:

@@ -194,7 +194,7 @@ class OnWorker:
 
     def start(self) -> None:
         self.worker = self.stack.start_worker(f"worker-{time.monotonic_ns()}", environment=self.environment)
-        self.run = self.stack.trigger("pipeline", self.root.config, until=self.root.stage_name)
+        self.run = self.stack.trigger("smoke", self.root.config, until=self.root.stage_name)
 
     def processes(self) -> dict[int, str]:
         return self.run.processes()

@@ -72,6 +72,15 @@ def test_the_run_ends_with_one_line_and_a_report(finished: Finished) -> None:
     assert all(plot.name in text for plot in plots)
 
 
+def test_a_draft_of_a_dozen_steps_is_not_promoted_and_the_reports_say_why(finished: Finished) -> None:
+    said = finished.run.stdout.splitlines()[-2]
+    assert said.startswith("Not promoted: acceptance length 1.")
+    report = (finished.folder("evaluations") / "report.md").read_text()
+    assert f"**Not promoted:** {said.removeprefix('Not promoted: ')}" in report
+    assert all(f"**{said}**" in path.read_text() for path in (finished.root / "runs").glob("*.md"))
+    assert not (finished.root / "speculators").exists()
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_keeps_the_contract(finished: Finished, stage: str) -> None:
     folder = finished.folder(stage)
@@ -184,6 +193,22 @@ def test_the_results_are_counts_and_their_ratios(finished: Finished) -> None:
         assert len(rates) == row["num_speculative_tokens"]
         assert abs(row["acceptance_length"] - 1 - sum(rates)) < 1e-9
         assert abs(row["acceptance_length"] - 1 - row["num_accepted_tokens"] / row["num_drafts"]) < 1e-9
+
+
+def test_the_steps_of_single_requests_sum_to_the_servers_counters(finished: Finished) -> None:
+    """By context and by domain, every draft once; vLLM tells of each request, and when its tokens came."""
+    folder = finished.folder("evaluations")
+    rows = pq.read_table(folder / "results.parquet").to_pylist()
+    groups = pq.read_table(folder / "acceptance.parquet").to_pylist()
+    assert all(0 < row["ttft_seconds_median"] <= row["ttft_seconds_p95"] for row in rows)
+    for row in (row for row in rows if row["method"] == "eagle3"):
+        assert row["acceptance_length_low"] <= row["acceptance_length"] <= row["acceptance_length_high"]
+        assert row["losslessness"] in ("identical", "near-ties")
+        for group_by in ("context", "domain"):
+            own = [group for group in groups if group["group_by"] == group_by]
+            chosen = [group for group in own if group["concurrency"] == row["concurrency"]]
+            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+                assert sum(group[name] for group in chosen) == row[name]
 
 
 def test_the_export_reads_the_layers_that_were_extracted(finished: Finished) -> None:

@@ -1,0 +1,134 @@
+"""A changed verifier starts the pipeline once, whether the schedule or an event makes the watch look."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from flows.watch import CHANGED
+from tests.e2e.prefect_stack import PrefectStack
+from tests.watched import config_of, write_model
+
+pytestmark = [pytest.mark.prefect, pytest.mark.timeout(900)]
+
+PATIENCE_SECONDS = 300.0
+EVERY_SECONDS = 20
+
+
+class Watched:
+    """One verifier and data set, and what the server knows about them."""
+
+    def __init__(self, stack: PrefectStack, folder: Path) -> None:
+        write_model(folder, 1)
+        self.folder = folder
+        self.config = config_of(folder)
+        self.given = self.config.model_dump(mode="json", exclude_unset=True)
+        self._client = stack.client
+
+    def post(self, path: str, body: Any) -> Any:
+        answer = self._client._client.post(path, json=body)
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
+
+    def runs(self, flow: str) -> list[dict[str, Any]]:
+        """Runs of a flow that are about this folder, oldest first."""
+        found = self.post(
+            "/flow_runs/filter", {"flows": {"name": {"any_": [flow]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        )
+        root = str(self.folder / "root")
+        return [run for run in found if run["parameters"].get("config", {}).get("root") == root]
+
+    def looks(self) -> list[str]:
+        """States in which the watch's runs have ended."""
+        return [run["state_name"] for run in self.runs("watch") if run["end_time"]]
+
+    def pipeline_runs(self) -> list[dict[str, Any]]:
+        return self.runs("speculator-pipeline")
+
+    def changes(self) -> list[dict[str, Any]]:
+        """The events that say that something has changed."""
+        found = self.post("/events/filter", {"filter": {"event": {"name": [CHANGED]}}, "limit": 50})["events"]
+        ours = {run["id"] for run in self.pipeline_runs()}
+        return [event for event in found if event["payload"]["flow_run_id"] in ours]
+
+    def publish(self) -> None:
+        """Say that there may be something new."""
+        event = {
+            "id": str(uuid4()),
+            "occurred": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "event": "draftsmith.verifier.published",
+            "resource": {"prefect.resource.id": "draftsmith.verifier.test"},
+            "payload": {"config": self.given},
+        }
+        self.post("/events", [event])
+
+    def wait_for(self, reached: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not reached():
+            states = [(run["name"], run["state_name"], run["state"]["message"]) for run in self.runs("watch")]
+            assert time.monotonic() < deadline, f"{what} did not come; the looks were {states}"
+            time.sleep(1)
+
+    def check_one_run_for_each(self, *revisions: str) -> None:
+        """Exactly these revisions have a run each, and an event each."""
+        found = [run["parameters"]["config"]["verifier"]["revision"] for run in self.pipeline_runs()]
+        assert sorted(found) == sorted(revisions)
+        self.wait_for(lambda: len(self.changes()) >= len(revisions), "the event")
+        assert sorted(event["payload"]["revisions"]["verifier"] for event in self.changes()) == sorted(revisions)
+
+    def revision(self) -> str:
+        from infra.verifier import resolve_revision
+
+        return resolve_revision(self.config.verifier)
+
+
+@pytest.fixture
+def watched(prefect_stack: PrefectStack, tmp_path: Path) -> Watched:
+    prefect_stack.start_worker("light", pool="light-pool")
+    return Watched(prefect_stack, tmp_path)
+
+
+def test_the_schedule_starts_one_run_for_a_change_and_none_without(
+    watched: Watched, prefect_stack: PrefectStack
+) -> None:
+    deployment = prefect_stack.client.read_deployment_by_name("watch/watch")
+    schedule = {"schedule": {"interval": EVERY_SECONDS}, "active": True, "parameters": {"config": watched.given}}
+    (made,) = watched.post(f"/deployments/{deployment.id}/schedules", [schedule])
+    try:
+        watched.wait_for(lambda: watched.looks().count("Unchanged") >= 1, "a look that finds nothing new")
+        assert watched.looks()[0] == "Remembered"
+        assert watched.pipeline_runs() == []
+        write_model(watched.folder, 2)
+        watched.wait_for(lambda: "Started" in watched.looks(), "a look that finds the change")
+        watched.wait_for(lambda: watched.looks()[-1] == "Unchanged", "a look after the change")
+    finally:
+        prefect_stack.client._client.delete(f"/deployments/{deployment.id}/schedules/{made['id']}")
+    print(f"looks={watched.looks()} pipeline_runs={len(watched.pipeline_runs())} events={len(watched.changes())}")
+    assert watched.looks().count("Started") == 1
+    watched.check_one_run_for_each(watched.revision())
+
+
+def test_an_event_starts_one_run_for_a_change_however_often_it_comes(watched: Watched) -> None:
+    watched.publish()  # of what nobody has seen before
+    watched.wait_for(lambda: len(watched.looks()) == 1, "the look that the event asks for")
+    assert watched.looks() == ["Started"]
+    first = watched.revision()
+    watched.check_one_run_for_each(first)
+
+    watched.publish()
+    watched.wait_for(lambda: len(watched.looks()) == 2, "the second look")
+    assert watched.looks()[-1] == "Unchanged"
+    watched.check_one_run_for_each(first)
+
+    write_model(watched.folder, 2)
+    watched.publish()
+    watched.publish()
+    watched.wait_for(lambda: len(watched.looks()) == 4, "two looks, side by side")
+    print(f"looks={watched.looks()} pipeline_runs={len(watched.pipeline_runs())} events={len(watched.changes())}")
+    assert "Started" in watched.looks()[2:]
+    watched.check_one_run_for_each(first, watched.revision())
