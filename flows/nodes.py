@@ -165,7 +165,7 @@ class Partitions:
 
     def __init__(self, work: StageWork) -> None:
         self._config, self._stage = work.config, work.stage
-        self._tag = f"{work.stage.stage}-{work.stage.key}"
+        self._tag = work.stage.uri  # another root may have a stage of the same key
         self._living: set[UUID] = set()
 
     async def start(self, count: int) -> None:
