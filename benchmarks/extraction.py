@@ -191,7 +191,7 @@ class Ours:
             StateChecks(ANY_TEXT, meta, open_head(ANY_TEXT, self._bench.verifier)),
             self._bench.verifier.path,
             self.engine.staging.folder,
-            token=builders_token(self._bench),
+            token=self._token(encoding),
             log_path=self._bench.folder / "builders.log",
             ahead=self._config.shards_per_engine or num_cores(),
         )
@@ -235,9 +235,9 @@ class Ours:
 
         queue = ShardQueue([Shard(f"{number:05d}") for number in range(len(self._bench.shards))])
         pool = EnginePool([lambda: contextlib.nullcontext(self.engine)], make, queue, self._at_a_time)
-        began, cpu = time.perf_counter(), cpu_seconds(builders_token(self._bench))
+        began, cpu = time.perf_counter(), cpu_seconds(self._token(encoding))
         await pool.make_all()
-        seconds, cpu = time.perf_counter() - began, cpu_seconds(builders_token(self._bench)) - cpu
+        seconds, cpu = time.perf_counter() - began, cpu_seconds(self._token(encoding)) - cpu
         engine_seconds = sum(times.engine_seconds for times, *_ in spent)
         waited = sum(times.waited_seconds for times, *_ in spent)
         whole, committing = sum(of[1] for of in spent), sum(of[2] for of in spent)
@@ -250,6 +250,9 @@ class Ours:
             flush=True,
         )
         return Pass(seconds, size_bytes)
+
+    def _token(self, encoding: str) -> str:
+        return process_token("benchmark", str(self._bench.folder), "builders", encoding)
 
     def _at_a_time(self) -> int:
         return shards_at_a_time(self._config, self._records, self.engine.staging.limit_bytes)
@@ -280,10 +283,6 @@ async def loaded(bench: Bench, options: argparse.Namespace) -> AsyncIterator[Our
             yield ours
         finally:
             await asyncio.to_thread(engine.stop)
-
-
-def builders_token(bench: Bench) -> str:
-    return process_token("benchmark", str(bench.folder), "builders")
 
 
 def cpu_seconds(token: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -98,7 +99,7 @@ def test_killed_builders_cost_their_shards_alone(
     assert len(killed) == 2
     assert run.finish(STAGE_SECONDS) == EXIT_DONE, run.log[-5000:]
     assert run.left_alive({}, END_SECONDS) == {}, "it outlived the run"
-    assert "a process that builds shards ended with code 137" in run.log
+    assert re.search("at sample .* ended with code 137", run.log)
     assert run.log.count(READY) == 1, "the engine goes on"
     after = records(config)
     assert {name: after[name] for name in kept} == kept, "a committed shard was made again"
