@@ -113,8 +113,9 @@ def shards_at_a_time(config: ExtractConfig, records: Sequence[ShardRecord], limi
 
 
 def _builder_bytes(records: Sequence[ShardRecord]) -> int:
-    raw_bytes = sum(record.extra["state_bytes"]["raw"] for record in records)
-    token_bytes = raw_bytes // max(1, sum(record.extra["num_tokens"] for record in records))
+    raw_bytes: int = sum(record.extra["state_bytes"]["raw"] for record in records)
+    num_tokens: int = sum(record.extra["num_tokens"] for record in records)
+    token_bytes = raw_bytes // max(1, num_tokens)
     longest_tokens: int = max(record.extra.get("longest_tokens", 0) for record in records)
     return BUILDER_BYTES + BUILDER_STATES * longest_tokens * token_bytes
 
