@@ -238,7 +238,9 @@ def speedup_png(rows: Sequence[Row]) -> bytes:
         axes.margins(x=0.08)
         _frame(axes, [row for _, loads in shown for row in loads])
         axes.tick_params(labelbottom=True)
-        axes.legend(**LEGEND)
+    # Outside the panels, where it can hide no interval, and once: the ways are the same in all of them.
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, max(1, len(labels))), **LEGEND)
     figure.suptitle("Speed-up by load, with 95 % intervals (cut where they leave the frame)")
     panels[-1].set_xscale("log", base=2)
     panels[-1].xaxis.set_major_locator(FixedLocator(sorted({row["concurrency"] for row in rows})))

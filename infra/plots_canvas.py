@@ -40,11 +40,11 @@ def png(figure: Figure) -> bytes:
     """The figure, its fonts set for 900 pixels' width."""
     if figure.get_suptitle():
         figure.suptitle(figure.get_suptitle(), fontsize=15)
+    for legend in [*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))]:
+        for text in legend.get_texts():
+            text.set_fontsize(12)
     for axes in figure.axes:
         axes.title.set_fontsize(15)
-        legend = axes.get_legend()
-        for text in legend.get_texts() if legend else ():
-            text.set_fontsize(12)
         for text in axes.texts:
             text.set_fontsize(12)
     sink = io.BytesIO()

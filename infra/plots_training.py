@@ -111,7 +111,7 @@ def _raw_and_smooth(axes: Axes, steps: Floats, values: Floats, color: str, label
 
 
 def _legend_of_lines(points: Sequence[TrainingPoint]) -> str:
-    return " (pale: each step, full: running median)" if len(points) >= SMOOTHED_FROM_POINTS else ""
+    return " (pale: each logged step, full: running median)" if len(points) >= SMOOTHED_FROM_POINTS else ""
 
 
 def _maybe_log(axes: Axes, values: Floats) -> None:
