@@ -235,7 +235,7 @@ class Ours:
 
         queue = ShardQueue([Shard(f"{number:05d}") for number in range(len(self._bench.shards))])
         pool = EnginePool([lambda: contextlib.nullcontext(self.engine)], make, queue, self._at_a_time)
-        began, cpu = time.perf_counter(), cpu_seconds(self._token(encoding))
+        cpu, began = cpu_seconds(self._token(encoding)), time.perf_counter()
         await pool.make_all()
         seconds, cpu = time.perf_counter() - began, cpu_seconds(self._token(encoding)) - cpu
         engine_seconds = sum(times.engine_seconds for times, *_ in spent)
