@@ -26,6 +26,7 @@ from infra.errors import DamagedShard, InputError
 from infra.fingerprint import content_sha256
 from infra.locations import cache_folder, project_home
 from infra.records import ShardRecord
+from infra.schemas import EXPORT_FOLDER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,6 @@ REVISION_FIELD = "train.init_from.revision"
 START = "start_draft"
 """Under this name a stage's content has the start draft's revision."""
 
-_EXPORT = "export"
 _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
 
 
@@ -156,8 +156,8 @@ def _is_gone(draft: str) -> bool:
 def _stage_uri(uri: str) -> str:
     """Folder of the drafts stage that `uri` is the export of."""
     stage_uri, _, name = uri.rstrip("/").rpartition("/")
-    if name != _EXPORT or stage_uri.split("/")[-2:-1] != ["drafts"]:
-        raise InputError(FIELD, f"{uri} is no exported draft: give <root>/drafts/<key>/{_EXPORT}")
+    if name != EXPORT_FOLDER or stage_uri.split("/")[-2:-1] != ["drafts"]:
+        raise InputError(FIELD, f"{uri} is no exported draft: give <root>/drafts/<key>/{EXPORT_FOLDER}")
     return stage_uri
 
 
@@ -167,7 +167,7 @@ def _exported(uri: str) -> dict[str, ShardRecord]:
     if found is None:
         raise InputError(FIELD, f"there is no complete drafts stage at {_stage_uri(uri)}")
     records = manifest.records_of(found).values()
-    prefix = f"{_EXPORT}/"
+    prefix = f"{EXPORT_FOLDER}/"
     return {each.data_path.removeprefix(prefix): each for each in records if each.data_path.startswith(prefix)}
 
 
