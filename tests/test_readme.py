@@ -1,4 +1,4 @@
-"""The README names every module and nothing that is not there, and what it shows of a config is right."""
+"""The README names every module and nothing that is not there, and what it and the guide show of a config is right."""
 
 from __future__ import annotations
 
@@ -59,3 +59,14 @@ def test_its_example_is_a_right_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(example, encoding="utf-8")
     assert load_config(str(path)).verifier.model == "Qwen/Qwen3-8B"
+
+
+def test_the_guide_s_examples_are_right_configs(tmp_path: Path) -> None:
+    examples = re.findall(
+        r"```yaml\n(.*?)```", (HOME / "docs/guide.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    assert len(examples) == 2
+    for number, example in enumerate(examples):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(example, encoding="utf-8")
+        assert load_config(str(path)).verifier.model == "/models/my-model"
