@@ -63,22 +63,14 @@ def _config(options: argparse.Namespace) -> PipelineConfig:
     return config
 
 
-def _refuse_unfit(config: PipelineConfig) -> None:
-    """Raise InputError for what could not be used in hours, when its stage's turn comes."""
-    from flows.import_checks import refuse_unfit_import
-    from flows.resolve import resolve
-    from infra.trackers import check_trackers
-
-    check_trackers(config.train)
-    refuse_unfit_import(config, resolve(config))
-
-
 def _run(options: argparse.Namespace) -> int:
+    from flows.early_checks import refuse_unfit
     from flows.embedded_prefect import prefect_api
+    from flows.resolve import resolve
     from infra.storage import check_root
 
     config = _config(options)
-    _refuse_unfit(config)  # wrong input ends here, before anything is started
+    refuse_unfit(config, resolve(config), options.until)  # wrong input ends here, before anything is started
     check_root(config.root)
     with prefect_api():
         from prefect.exceptions import TerminationSignal
@@ -122,10 +114,12 @@ def _headline(outcome: dict[str, Any]) -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from flows.early_checks import refuse_unfit
     from flows.forecast import estimate_said, forecast, total_said
+    from flows.resolve import resolve
 
     config = _config(options)
-    _refuse_unfit(config)
+    refuse_unfit(config, resolve(config))
     stages = forecast(config)
     if options.json:
         print(json.dumps({"stages": stages}))

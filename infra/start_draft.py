@@ -91,6 +91,11 @@ def start_folder(config: StartConfig) -> Path:
     )
 
 
+def folder_here(config: StartConfig) -> Path | None:
+    """`start_folder` where that needs no download; None where it does, or where the draft has been deleted."""
+    return None if "://" in config.draft or _is_gone(config.draft) else _local_folder(config.draft)
+
+
 def token_ids(folder: Path, verifier_vocab_size: int) -> Tensor:
     """[draft_vocab_size] int64, the verifier's id of each token that a draft can propose, in the draft's order.
 

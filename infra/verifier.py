@@ -123,6 +123,21 @@ def resolve_shape(config: VerifierConfig) -> VerifierShape:
     return VerifierShape(**_shape(folder, config.trust_remote_code))
 
 
+def small_folder(config: VerifierConfig) -> Path | None:
+    """A folder with at least the verifier's config.json; None where only `materialize` gives what reads it.
+
+    Raises:
+        InputError, InfrastructureError: as `resolve_revision`.
+    """
+    if config.model.startswith(PACKAGE_PREFIX):
+        return verifier_gguf.converted(resolve_revision(config))
+    if (folder := _local_folder(config.model)) is not None:
+        return folder
+    if config.trust_remote_code:  # its code lies beside the weights
+        return None
+    return verifier_hub.fetch_config(config.model, resolve_revision(config), MODEL_FIELD)
+
+
 def materialize(config: VerifierConfig) -> Verifier:
     """Put the verifier on this machine, unless it is there whole, and read its shape. Idempotent and atomic.
 

