@@ -10,7 +10,6 @@ import bisect
 import io
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -61,25 +60,22 @@ class PromptSet:
     revisions: dict[str, str]
 
 
-def dataset_revisions(config: PromptsConfig, config_folder: Path | None = None) -> dict[str, str]:
+def dataset_revisions(config: PromptsConfig) -> dict[str, str]:
     """Revision of each data set's content, by data set: commits, hashes and package versions, never a path.
 
     Raises:
         InputError: a file is not there, a package not installed, a hub data set neither pinned nor known offline.
         InfrastructureError: the hub or the object store did not answer.
     """
-    opened = (_open(config, index, config_folder) for index in range(len(config.sources)))
+    opened = (_open(config, index) for index in range(len(config.sources)))
     return {source.dataset: each.revision for source, each in zip(config.sources, opened, strict=True)}
 
 
-def load_prompts(
-    config: PromptsConfig, config_folder: Path | None = None, count_tokens: CountTokens | None = None
-) -> PromptSet:
+def load_prompts(config: PromptsConfig, count_tokens: CountTokens | None = None) -> PromptSet:
     """Read every source, drop what cannot be used, split, and make the rows.
 
     Args:
         config: sources and split.
-        config_folder: folder of the config file, where relative paths are looked for first.
         count_tokens: `prompt_filters.token_counter` of the verifier. Without it no prompt is dropped for its
             length, so that there may be more of them than the stage will have.
 
@@ -91,7 +87,7 @@ def load_prompts(
     dropped: dict[str, dict[str, int]] = {}
     revisions: dict[str, str] = {}
     for index, source in enumerate(config.sources):
-        opened = _open(config, index, config_folder)
+        opened = _open(config, index)
         with closing(opened.entries) as entries:
             num_taken, counts = selection.take(source, entries)
         if not num_taken:
@@ -129,8 +125,8 @@ def _field(config: PromptsConfig, index: int) -> str:
     return f"prompts.sources[{index}].{config.sources[index].origin}"
 
 
-def _open(config: PromptsConfig, index: int, config_folder: Path | None) -> OpenSource:
-    return open_source(config.sources[index], _field(config, index), config_folder)
+def _open(config: PromptsConfig, index: int) -> OpenSource:
+    return open_source(config.sources[index], _field(config, index))
 
 
 def _num_heldout(config: PromptsConfig, order: list[str]) -> int:

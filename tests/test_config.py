@@ -356,6 +356,30 @@ def test_plan_tells_the_start_drafts_revision(tmp_path: Path, interpreter: str) 
     assert keys(pinned) == keys(value)
 
 
+def test_a_relative_path_starts_beside_the_config_then_here_then_in_the_checkout(
+    tmp_path: Path, interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, here, home = tmp_path / "beside", tmp_path / "here", tmp_path / "home"
+    names = ("everywhere.jsonl", "here.jsonl", "home.jsonl")
+    for folder, made in ((beside, names[:1]), (here, names[:2]), (home, names)):
+        (folder / "model").mkdir(parents=True)
+        for name in made:
+            (folder / name).touch()
+    monkeypatch.setenv("DRAFTSMITH_HOME", str(home))
+    monkeypatch.chdir(here)
+    sources = [{"file": name} for name in (*names, "every*.jsonl", "no/such.jsonl", "s3://bucket/q.jsonl")]
+    value = {**tree(here / "root", interpreter), "verifier": {"model": "model"}, "prompts": {"sources": sources}}
+    config = load_config(write(beside, value))
+    found = [source.file for source in config.prompts.sources]
+    assert found[:3] == [str(beside / "everywhere.jsonl"), str(here / "here.jsonl"), "home.jsonl"]
+    assert found[3:] == [str(beside / "every*.jsonl"), "no/such.jsonl", "s3://bucket/q.jsonl"]
+    assert config.verifier.model == str(beside / "model")
+
+    monkeypatch.chdir(home)  # what other nodes have in their own checkouts keeps its name
+    assert load_config(write(tmp_path, value)).prompts.sources[0].file == "everywhere.jsonl"
+    assert PipelineConfig.model_validate(value).verifier.model == "model", "a config of no file"
+
+
 def test_no_local_path_enters_a_key(tmp_path: Path, interpreter: str) -> None:
     value = place(tmp_path / "here", interpreter)
     value["generate"] = {"max_tokens": 5}

@@ -77,13 +77,16 @@ def test_sample_id_names_data_set_messages_and_sample(tmp_path: Path) -> None:
     assert [row["sample_id"][-1] for row in prompts.train] == ["0", "1", "2", "0", "1", "2"]
 
 
-def test_rows_are_the_same_wherever_and_however_often_they_are_made(tmp_path: Path) -> None:
+def test_rows_are_the_same_wherever_and_however_often_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = tmp_path / "here", tmp_path / "there"
     for folder in (first, second):
         folder.mkdir()
         numbered(folder / "q.jsonl", 60)
     one = load_prompts(config({"file": str(first / "q.jsonl")}))
-    two = load_prompts(config({"file": "q.jsonl"}), config_folder=second)
+    monkeypatch.setenv("DRAFTSMITH_HOME", str(second))
+    two = load_prompts(config({"file": "q.jsonl"}))
     assert one == two
     assert to_parquet(one.train) == to_parquet(two.train)
     assert str(tmp_path) not in json.dumps([one.revisions, config({"file": str(first / "q.jsonl")}).content()])
@@ -252,8 +255,14 @@ def test_gzip_and_file_urls_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_names_its_field(
-    tmp_path: Path, source: dict[str, Any], fields: dict[str, Any], where: str, problem: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: dict[str, Any],
+    fields: dict[str, Any],
+    where: str,
+    problem: str,
 ) -> None:
+    monkeypatch.setenv("DRAFTSMITH_HOME", str(tmp_path))
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bad.jsonl").write_text("{")
@@ -261,7 +270,7 @@ def test_what_is_wrong_names_its_field(
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(good.read_bytes())[:-20])
     write_jsonl(tmp_path / "other.jsonl", [{"prompt": letter} for letter in "abc"])
     with pytest.raises(InputError) as caught:
-        load_prompts(config({"file": "other.jsonl"}, source, **fields), config_folder=tmp_path)
+        load_prompts(config({"file": "other.jsonl"}, source, **fields))
     assert caught.value.field == where
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
