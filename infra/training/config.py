@@ -115,7 +115,8 @@ class TrainConfig(Config):
     GPUs the rank's cores but two, at most 12. Each takes memory for one packed sequence, the rank for 3 more."""
 
     shard_cache_gib: Annotated[float, Field(gt=0)] = 200.0
-    """Disk space for copies of an S3 root's shards, in this machine's cache folder; those used longest ago go."""
+    """Disk space for copies of an S3 root's shards, in this machine's cache folder; those used longest ago go. They
+    leave a fifth of what the disk has free beside them."""
 
     num_ranks: Annotated[int, Field(ge=1)] = 1
     """Processes that torchrun starts on one node, one per GPU."""
