@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_READER_LEFT = 128 + signal.SIGPIPE
 UNWIND_SECONDS = 30.0
 
 
@@ -34,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log_to_stderr()
     _end_on_signals()
     try:
-        return command(options)
+        code = command(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        return EXIT_READER_LEFT
     except InputError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
@@ -286,6 +293,16 @@ def _end_on_signals() -> None:
 
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGINT, interrupt)
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads what we print any more, as after `| head`; nothing more is then written there."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _leave() -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import signal
 import subprocess
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.cli import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, main
+from flows.cli import EXIT_DONE, EXIT_FAILED, EXIT_READER_LEFT, EXIT_WRONG_INPUT, main
 from flows.config import load_config
 from flows.resolve import resolve
 from infra import manifest
+from infra import verify as verify_module
 from infra.locations import project_home
 from infra.manifest import Shard, StageRef
 from infra.schemas import STAGES
@@ -189,6 +191,29 @@ def test_verify_finds_a_complete_stage_without_one_of_its_records(
     Path(manifest.record_uri(stage.uri, "00002")).unlink()
     assert main(["verify", stage.uri]) == EXIT_FAILED
     assert f"{stage.stage}/{stage.key} shard 00002" in said(capsys)
+
+
+@pytest.mark.parametrize("command", [["verify"], ["verify", "--json"]])
+def test_a_reader_that_has_left_is_no_error(
+    half: Half, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    """As in `draftsmith verify ROOT | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main([*command, str(half.root)]) == EXIT_READER_LEFT
+        print("what the interpreter would still write at its end", flush=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_another_broken_pipe_is_not_taken_for_it(half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_uri: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(verify_module, "verify", broken)
+    with pytest.raises(BrokenPipeError):
+        main(["verify", str(half.root)])
 
 
 @pytest.mark.parametrize("where", ["empty", "absent"])
