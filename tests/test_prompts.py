@@ -19,6 +19,7 @@ from infra.prompts import (
     Row,
     cut_shards,
     dataset_revisions,
+    left_out_said,
     load_prompts,
     to_parquet,
 )
@@ -90,6 +91,21 @@ def test_rows_are_the_same_wherever_and_however_often_they_are_made(
     assert one == two
     assert to_parquet(one.train) == to_parquet(two.train)
     assert str(tmp_path) not in json.dumps([one.revisions, config({"file": str(first / "q.jsonl")}).content()])
+
+
+def test_what_was_not_taken_is_told_by_data_set_and_reason(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": 3}, {"prompt": "b"}, {"prompt": "c"}]
+    one, two = write_jsonl(tmp_path / "one.jsonl", rows), write_jsonl(tmp_path / "two.jsonl", [{"prompt": "d"}])
+    asked = config({"file": str(one), "limit": 2}, {"file": str(two), "max_prompt_tokens": 9}, heldout_prompts=0)
+    assert left_out_said(asked, load_prompts(asked).dropped, lengths=False) == (
+        "; not taken of one: 1 duplicate, 1 wrong_type, whatever follows the first 2 (limit); "
+        "of two: nothing by its length yet"
+    )
+    assert left_out_said(asked, {"one": {}, "two": {"too_long": 4}}, lengths=True) == (
+        "; not taken of one: whatever follows the first 2 (limit); of two: 4 too_long"
+    )
+    plain = config({"file": str(two)}, heldout_prompts=0)
+    assert left_out_said(plain, load_prompts(plain).dropped, lengths=False) == ""
 
 
 def test_a_prompt_keeps_its_side_when_others_are_added(tmp_path: Path) -> None:
