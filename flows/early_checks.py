@@ -7,7 +7,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from flows.config import PipelineConfig
 from flows.import_checks import refuse_unfit_import
@@ -62,7 +62,7 @@ def _check_evaluation(config: PipelineConfig, _shape: VerifierShape) -> None:
     check_heldout(config.evaluate, config.prompts)
 
 
-_CHECKS = {
+_CHECKS: Mapping[str, Callable[[PipelineConfig, VerifierShape], None]] = {
     "hidden_states": _check_extraction,
     "vocab": _check_vocabulary,
     "drafts": _check_training,
