@@ -20,7 +20,6 @@ from infra.schemas import STAGES
 from infra.start_draft import folder_here, token_ids
 from infra.trackers import check_trackers
 from infra.training.launch import check_ranks
-from infra.training.start import check_start
 from infra.verifier import VerifierShape, resolve_shape
 from infra.vocab import check_size
 
@@ -55,6 +54,10 @@ def _check_vocabulary(config: PipelineConfig, shape: VerifierShape) -> None:
 
 def _check_training(config: PipelineConfig, shape: VerifierShape) -> None:
     check_ranks(config.train)
+    if config.train.init_from is None:
+        return
+    from infra.training.start import check_start  # torch.distributed comes with it: a second
+
     check_start(config.train, config.verifier, resolve_layer_ids(config.extract, shape), shape.vocab_size)
 
 
