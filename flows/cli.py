@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT = 0, 1, 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_READER_LEFT = 128 + signal.SIGPIPE
 UNWIND_SECONDS = 30.0
 
 
@@ -34,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log_to_stderr()
     _end_on_signals()
     try:
-        return command(options)
+        code = command(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        return EXIT_READER_LEFT
     except InputError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
@@ -63,22 +70,14 @@ def _config(options: argparse.Namespace) -> PipelineConfig:
     return config
 
 
-def _refuse_unfit(config: PipelineConfig) -> None:
-    """Raise InputError for what could not be used in hours, when its stage's turn comes."""
-    from flows.import_checks import refuse_unfit_import
-    from flows.resolve import resolve
-    from infra.trackers import check_trackers
-
-    check_trackers(config.train)
-    refuse_unfit_import(config, resolve(config))
-
-
 def _run(options: argparse.Namespace) -> int:
+    from flows.early_checks import refuse_unfit
     from flows.embedded_prefect import prefect_api
+    from flows.resolve import resolve
     from infra.storage import check_root
 
     config = _config(options)
-    _refuse_unfit(config)  # wrong input ends here, before anything is started
+    refuse_unfit(config, resolve(config), options.until)  # wrong input ends here, before anything is started
     check_root(config.root)
     with prefect_api():
         from prefect.exceptions import TerminationSignal
@@ -122,10 +121,12 @@ def _headline(outcome: dict[str, Any]) -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from flows.early_checks import refuse_unfit
     from flows.forecast import estimate_said, forecast, total_said
+    from flows.resolve import resolve
 
     config = _config(options)
-    _refuse_unfit(config)
+    refuse_unfit(config, resolve(config))
     stages = forecast(config)
     if options.json:
         print(json.dumps({"stages": stages}))
@@ -292,6 +293,16 @@ def _end_on_signals() -> None:
 
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGINT, interrupt)
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads what we print any more, as after `| head`; nothing more is then written there."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _leave() -> NoReturn:

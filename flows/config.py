@@ -12,7 +12,7 @@ from typing import Any, Self
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from infra.config import Config
+from infra.config import FOLDERS, Config
 from infra.errors import InputError
 from infra.evaluation_config import PROMOTED, EvaluateConfig
 from infra.extraction import ExtractConfig
@@ -170,14 +170,18 @@ class PipelineConfig(Config):
 def load_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read a YAML file, apply `a.b=value` overrides, and check the whole.
 
+    A relative path of what is read is looked for beside the file, then in the current folder, then in the project's
+    home: in a config that came from no file only there.
+
     Raises:
         InputError: the file is absent or not YAML, an override is malformed, or a field is unknown or wrong.
     """
     tree = _read_yaml(path)
     for override in overrides:
         _apply(tree, override)
+    folders = (Path(path).absolute().parent, Path.cwd())
     try:
-        return PipelineConfig.model_validate(tree)
+        return PipelineConfig.model_validate(tree, context={FOLDERS: folders})
     except ValidationError as error:
         raise input_error(error) from None
 

@@ -15,7 +15,7 @@ from infra import manifest, storage
 from infra.extraction_budget import EXPECTED_RATIO, Budget, Measured, raw_bytes_per_token, readable, room_said
 from infra.extraction_config import resolve_layer_ids
 from infra.manifest import StageRef, StageState
-from infra.prompts import load_prompts
+from infra.prompts import PromptSet, left_out_said, load_prompts
 from infra.salvage import Salvage
 from infra.schemas import STATUS_FAILED
 from infra.start_draft import START
@@ -52,7 +52,7 @@ def forecast(config: PipelineConfig) -> list[dict[str, Any]]:
     salvage = planned_salvage(config, stages)
     samples = len(prompts.train)
     requests = samples if salvage is None else salvage.redone.total()
-    costs = _costs(config, stages, states, samples, len(prompts.heldout), requests, salvage)
+    costs = _costs(config, stages, states, prompts, requests, salvage)
     estimator = Estimator(config, stages, states, num_samples=samples, num_requests=requests)
     imported = import_costs(config)
     rows, stale = [], False
@@ -60,6 +60,8 @@ def forecast(config: PipelineConfig) -> list[dict[str, Any]]:
         state = states[name]
         if state.complete and not stale:
             will, detail, estimate = "reuse", _reuse_detail(state), None
+            if name == "prompts" and state.manifest is not None:
+                detail += left_out_said(config.prompts, state.manifest.get("dropped", {}), lengths=True)
         else:
             will = "resume" if state.records else "make"
             done = f"{len(state.records)} of {len(state.plan)} shards are done; " if state.plan else ""
@@ -106,12 +108,13 @@ def _costs(
     config: PipelineConfig,
     stages: Mapping[str, StageRef],
     states: Mapping[str, StageState],
-    samples: int,
-    heldout: int,
+    prompts: PromptSet,
     requests: int,
     salvage: Salvage | None,
 ) -> dict[str, Callable[[], str]]:
     """What each stage costs: upper bounds from the config and the prompts alone, but for states already begun."""
+    samples, heldout = len(prompts.train), len(prompts.heldout)
+    left_out = left_out_said(config.prompts, prompts.dropped, lengths=False)
     kept = "" if salvage is None else f"; {salvage}"
     longest = config.generate.max_tokens
     measured = num_measured_requests(config)
@@ -120,7 +123,7 @@ def _costs(
     start = "" if revision is None else f", from train.init_from.revision={revision}"
     hidden = stages["hidden_states"], states["hidden_states"]
     return {
-        "prompts": lambda: f"{samples} train samples, {heldout} heldout prompts",
+        "prompts": lambda: f"{samples} train samples, {heldout} heldout prompts{left_out}",
         "responses": lambda: f"{requests} requests, at most {requests * longest:,} new tokens{kept}",
         "hidden_states": lambda: f"{samples} samples, {_state_costs(config, *hidden, samples * longest)}",
         "vocab": lambda: f"{config.vocab.draft_vocab_size:,} token ids",

@@ -15,6 +15,7 @@ from prefect.runtime import flow_run
 from flows.attempts import refuse_crash_loop
 from flows.config import PipelineConfig
 from flows.credentials import use_credentials
+from flows.early_checks import refuse_unfit
 from flows.plain_errors import show_plain_errors
 from flows.resolve import resolve
 from flows.run_names import name_run
@@ -48,8 +49,10 @@ class Run:
 
 
 @contextlib.asynccontextmanager
-async def lineage(config: PipelineConfig) -> AsyncIterator[Run]:
+async def lineage(config: PipelineConfig, until: str) -> AsyncIterator[Run]:
     """Write `runs/<run id>.json` at the start and complete it at the end, however the run ends.
+
+    Raises InputError, before anything is written, where a stage up to `until` could not use the config.
 
     The run id is Prefect's flow run id, which a rescheduled run keeps.
     """
@@ -58,6 +61,7 @@ async def lineage(config: PipelineConfig) -> AsyncIterator[Run]:
     stages = await asyncio.to_thread(resolve, config)
     await name_run("pipeline", config, stages)
     await asyncio.to_thread(storage.check_root, config.root, ROOT_SECONDS)
+    await asyncio.to_thread(refuse_unfit, config, stages, until)
     run = Run(str(flow_run.get_id()), config, {name: stage.key for name, stage in stages.items()}, _now())
     await asyncio.to_thread(_write, run, "running", None)
     try:

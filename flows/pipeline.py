@@ -18,7 +18,6 @@ from flows.prompts import prompts
 from flows.stage import Summary, redo_damaged_shards
 from flows.train import train
 from flows.vocab import vocab
-from infra.trackers import check_trackers
 from infra.verifier import verifier_name
 from tasks.promote import promote_draft
 
@@ -44,10 +43,9 @@ async def speculator_pipeline(config: PipelineConfig, until: StageName = "evalua
         until: the last stage to make.
 
     Raises:
-        InputError: among others, where a tracker that the config names cannot be used here.
+        InputError: among others, where a stage could not use the config when its turn came.
     """
-    check_trackers(config.train)
-    async with lineage(config) as run:
+    async with lineage(config, until) as run:
         run.stages = await run_stages(config, until)
         if config.promote is not None and until == "evaluations":
             verifier = verifier_name(config.verifier)

@@ -7,11 +7,15 @@ work is done (time limits, concurrency, paths, number of GPUs) is not.
 
 from __future__ import annotations
 
+import glob
 import json
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema
+
+from infra.locations import project_home
 
 _UNITS = {"seconds": "seconds", "gib": "GiB", "nats": "nats"}
 _SPELLED = {
@@ -30,6 +34,24 @@ class _ContentMarker:
 
 
 CONTENT = _ContentMarker()
+
+
+def _found(name: str, info: ValidationInfo) -> str:
+    """The name, made absolute where it is relative and something lies there in one of the context's folders."""
+    path, home = Path(name).expanduser(), project_home()
+    for folder in (info.context or {}).get(FOLDERS, ()):
+        place = str(folder / path)
+        if Path(place).exists() or (("*" in name or "?" in name) and glob.glob(place)):
+            # What every node has in its own checkout keeps its name: a node's helpers are given this config.
+            return name if place == str(home / path) else place
+    return name
+
+
+FOLDERS = "folders"
+"""In the context of a validation: where relative paths are looked for, in this order, before the project's home."""
+
+InputPath = Annotated[str, AfterValidator(_found)]
+"""A path of what is read, or another name of it (a URL, a hub id), which stays as it is."""
 
 
 class Config(BaseModel):

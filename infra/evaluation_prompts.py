@@ -70,8 +70,7 @@ def select_prompts(
     if groups and not config.by_dataset:
         groups = {"+".join(sorted(groups)): list(_take_turns([groups[name] for name in sorted(groups)]))}
     if config.heldout and not groups:
-        needed = max(config.concurrency)
-        raise InputError("prompts", f"no held-out prompt to evaluate on; at least {needed} are needed")
+        check_enough(config, 0)
     others = _by_dataset(further, generate)
     if both := sorted(groups.keys() & others.keys()):
         raise InputError(
@@ -80,20 +79,30 @@ def select_prompts(
     groups |= others
     for source in config.sources:
         groups.setdefault(source.dataset, [])
-    needed, wanted = max(config.concurrency), max(config.num_prompts)
-    notes = []
+    wanted, notes = max(config.num_prompts), []
     for dataset, prompts in groups.items():
-        if len(prompts) < needed:
-            raise InputError(
-                "evaluate.concurrency",
-                f"{dataset} has {len(prompts)} prompts that were not trained on, which cannot keep {needed} "
-                "requests in flight",
-            )
+        check_enough(config, len(prompts), dataset)
         if len(prompts) < wanted:
             text = f"{dataset} has {len(prompts)} prompts of the {wanted} wanted: all are used."
             log.warning(text)
             notes.append(Note("few_prompts", text))
     return {dataset: prompts[:wanted] for dataset, prompts in groups.items()}, notes
+
+
+def check_enough(config: EvaluateConfig, num_prompts: int, dataset: str = "the held-out part") -> None:
+    """Raise InputError where a dataset has fewer prompts to measure with than requests are to be in flight."""
+    if num_prompts < (needed := max(config.concurrency)):
+        raise InputError(
+            "evaluate.concurrency",
+            f"{dataset} has {num_prompts} prompts that were not trained on, which cannot keep {needed} requests in "
+            "flight; give more, or lower it",
+        )
+
+
+def check_heldout(config: EvaluateConfig, prompts: PromptsConfig) -> None:
+    """`check_enough` of the held-out prompts before they are read, where the config says how many there will be."""
+    if config.heldout and prompts.heldout_prompts is not None and prompts.duplicates != "keep":
+        check_enough(config, prompts.heldout_prompts)
 
 
 def _by_dataset(rows: Iterable[Row], generate: GenerateConfig) -> dict[str, list[EvaluationPrompt]]:

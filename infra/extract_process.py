@@ -12,13 +12,20 @@ from typing import IO, Any
 
 from infra import processes
 from infra.errors import InputError, ServerError
+from infra.extract_worker import refusal_of
 from infra.processes import GuardedProcess, log_tail
-from infra.vllm_config import VllmConfig, engine_environment, engine_flags
+from infra.vllm_config import VllmConfig, engine_environment, engine_flags, vllm_version
 
 CHECK_SECONDS = 1.0
 EXIT_WAIT_SECONDS = 30.0
 
 logger = logging.getLogger("draftsmith.extraction")
+
+
+def check_vllm(vllm: VllmConfig) -> None:
+    """Raise InputError where vLLM is not there, or is of a version that extraction is not tested with."""
+    if refusal := refusal_of(vllm_version(vllm), str(vllm.interpreter())):
+        raise InputError("vllm.python", refusal)
 
 
 class ExtractProcess:

@@ -48,7 +48,7 @@ def main() -> int:
     """Serve requests until stdin ends. Returns the exit code."""
     replies = _take_stdout()
     setup = json.loads(sys.stdin.readline())
-    refusal = _refusal()
+    refusal = refusal_of(_vllm_version(), sys.executable)
     if refusal is not None:
         _reply(replies, {"refused": refusal})
         return EXIT_REFUSED
@@ -83,15 +83,14 @@ def _vllm_version() -> str | None:
     return None
 
 
-def _refusal() -> str | None:
-    """Why this environment cannot extract, in one line; None if it can. Takes no import of vLLM."""
-    version = _vllm_version()
+def refusal_of(version: str | None, interpreter: str) -> str | None:
+    """Why the environment of `interpreter` with this vLLM cannot extract, in one line; None if it can."""
     tested = ", ".join(TESTED_VLLM_VERSIONS)
     if version is None:
-        return f"{sys.executable} has no vLLM; extraction needs vLLM {tested}"
+        return f"{interpreter} has no vLLM; extraction needs vLLM {tested}"
     # A build tag such as +cu130 or +cpu does not change the connector.
     if version.split("+")[0] not in TESTED_VLLM_VERSIONS:
-        return f"{sys.executable} has vLLM {version}; extraction is tested with vLLM {tested} only"
+        return f"{interpreter} has vLLM {version}; extraction is tested with vLLM {tested} only"
     return None
 
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from infra.errors import InputError
 from infra.fingerprint import content_sha256, sha256_hex
-from infra.locations import cache_folder, project_home
+from infra.locations import cache_folder, not_there, project_home
 
 logger = logging.getLogger("draftsmith.folders")
 
@@ -84,7 +84,8 @@ def is_sealed(folder: Path) -> bool:
 
 
 def named_folder(name: str, field: str, right: str) -> Path | None:
-    """The local folder that a config names, None when it is a hub id. Relative paths start at the project's home.
+    """The local folder that a config names, None when it is a hub id. A path that is still relative
+    (`config.InputPath`) starts at the project's home.
 
     Args:
         field: config field to name in errors.
@@ -99,7 +100,7 @@ def named_folder(name: str, field: str, right: str) -> Path | None:
     if path.is_file():
         raise InputError(field, f"{path} is a file; name the folder of the checkpoint")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise InputError(field, f"{path} is not there; {right}")
+        raise InputError(field, f"{not_there(name)}; {right}")
     return None
 
 

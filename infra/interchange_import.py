@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from infra.config import CONTENT, Config
+from infra.config import CONTENT, Config, InputPath
 from infra.errors import InputError
 from infra.extraction_rows import ExtractResult, ExtractSample
 from infra.interchange import (
@@ -38,10 +38,9 @@ IMPORTED = "import"
 class ImportConfig(Config):
     """A speculators data folder that takes the place of generation and extraction."""
 
-    folder: Annotated[str, Field(min_length=1)]
-    """The data set that `speculators prepare-data` wrote, or a folder of `draftsmith export-states`.
-    Relative paths start at the project's home."""
-    hidden_states_folder: str | None = Field(default=None, min_length=1)
+    folder: Annotated[InputPath, Field(min_length=1)]
+    """The data set that `speculators prepare-data` wrote, or a folder of `draftsmith export-states`."""
+    hidden_states_folder: InputPath | None = Field(default=None, min_length=1)
     """Where the hs_*.safetensors are; by default `hidden_states` in `folder`."""
     revision: str | None = Field(default=None, pattern=f"^[0-9a-f]{{{REVISION_HEX_DIGITS}}}$")
     """The content that the folder must have, or nothing is run; `draftsmith plan` shows it. With it given, the

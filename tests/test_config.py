@@ -17,6 +17,7 @@ import yaml
 from flows import embedded_prefect
 from flows.cli import EXIT_WRONG_INPUT, main
 from flows.config import PipelineConfig, load_config
+from flows.forecast import forecast
 from flows.resolve import resolve
 from infra.locations import cache_folder, project_home
 from infra.schemas import STAGES
@@ -115,6 +116,15 @@ WRONG_FIELDS = [
     pytest.param("extract", {"gpu_sets": [[0, 1]]}, "extract.gpu_sets", "need 1", id="GPU set of an engine"),
     pytest.param("promote", {}, "promote.not_worse_than", "evaluate.drafts", id="a rival that is not measured"),
     pytest.param("promote", {"min_speedup": {32: 1.1}}, "promote.min_speedup", "32 requests", id="unmeasured load"),
+    pytest.param("vocab.draft_vocab_size", 50000, "vocab.draft_vocab_size", "has 49152 tokens", id="vocabulary"),
+    pytest.param(
+        "prompts.heldout_prompts", 7, "evaluate.concurrency", "cannot keep 8 requests", id="too few held out"
+    ),
+    pytest.param("train.num_ranks", 8, "train.global_batch", "the 8 ranks; 8 is one", id="a batch for one rank"),
+    pytest.param(
+        "train", {"num_nodes": 2, "global_batch": 2}, "train.rendezvous_endpoint", "host:port", id="nodes"
+    ),
+    pytest.param("extract.layer_ids", [2, 15, 27], "extract.layer_ids", "the last of them 30", id="layers"),
     pytest.param("vllm.python", "/no/such/python", "vllm.python", "make setup", id="no environment of vLLM"),
     pytest.param("vllm.extra_args", ["--port=1"], "vllm.extra_args", "--port", id="a flag that is set for you"),
 ]
@@ -336,17 +346,38 @@ def test_a_start_draft_is_known_by_content_and_not_by_place(
     assert {stage for stage in STAGES if first[stage] != changed[stage]} == expected
 
 
-def test_plan_tells_the_start_drafts_revision(
-    tmp_path: Path, interpreter: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_tells_the_start_drafts_revision(tmp_path: Path, interpreter: str) -> None:
     draft = place(tmp_path / "here", interpreter)["verifier"]["model"]
     value = {**tree(tmp_path / "root", interpreter), "train": {"init_from": {"draft": draft}, "num_steps": 9}}
-    assert main(["plan", write(tmp_path, value)]) == 0
-    shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("drafts"))
+    (shown,) = (row["detail"] for row in forecast(load_config(write(tmp_path, value))) if row["stage"] == "drafts")
     before, _, revision = shown.partition("9 optimizer steps, from train.init_from.revision=")
-    assert before
-    pinned = changed(value, "train.init_from.revision", revision.partition(";")[0])
+    assert before == ""
+    pinned = changed(value, "train.init_from.revision", revision)
     assert keys(pinned) == keys(value)
+
+
+def test_a_relative_path_starts_beside_the_config_then_here_then_in_the_checkout(
+    tmp_path: Path, interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, here, home = tmp_path / "beside", tmp_path / "here", tmp_path / "home"
+    names = ("everywhere.jsonl", "here.jsonl", "home.jsonl")
+    for folder, made in ((beside, names[:1]), (here, names[:2]), (home, names)):
+        (folder / "model").mkdir(parents=True)
+        for name in made:
+            (folder / name).touch()
+    monkeypatch.setenv("DRAFTSMITH_HOME", str(home))
+    monkeypatch.chdir(here)
+    sources = [{"file": name} for name in (*names, "every*.jsonl", "no/such.jsonl", "s3://bucket/q.jsonl")]
+    value = {**tree(here / "root", interpreter), "verifier": {"model": "model"}, "prompts": {"sources": sources}}
+    config = load_config(write(beside, value))
+    found = [source.file for source in config.prompts.sources]
+    assert found[:3] == [str(beside / "everywhere.jsonl"), str(here / "here.jsonl"), "home.jsonl"]
+    assert found[3:] == [str(beside / "every*.jsonl"), "no/such.jsonl", "s3://bucket/q.jsonl"]
+    assert config.verifier.model == str(beside / "model")
+
+    monkeypatch.chdir(home)  # what other nodes have in their own checkouts keeps its name
+    assert load_config(write(tmp_path, value)).prompts.sources[0].file == "everywhere.jsonl"
+    assert PipelineConfig.model_validate(value).verifier.model == "model", "a config of no file"
 
 
 def test_no_local_path_enters_a_key(tmp_path: Path, interpreter: str) -> None:

@@ -76,7 +76,7 @@ def test_fewer_prompts_than_wanted_are_all_used_and_told_but_the_load_must_be_re
     assert (note.kind, "3 prompts of the 4 wanted" in note.text) == ("few_prompts", True)
     with pytest.raises(InputError, match="cannot keep 2 requests in flight"):
         chosen([prompt_row(0, "code")], small())
-    with pytest.raises(InputError, match="no held-out prompt"):
+    with pytest.raises(InputError, match="the held-out part has 0 prompts"):
         chosen([prompt_row(0, "code", "train")], small())
     rows = [prompt_row(i, "code") for i in range(5)]
     with pytest.raises(InputError, match="mt-bench has 0 prompts that were not trained on"):

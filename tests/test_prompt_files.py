@@ -159,28 +159,29 @@ def test_a_damaged_file_is_refused_as_a_whole(tmp_path: Path, name: str, data: b
 # --- where files lie ---
 
 
-def read(file: str, folder: Path | None = None) -> tuple[str, list[str]]:
-    opened = open_source(PromptSource(file=file), "prompts.sources[0].file", folder)
+def read(file: str) -> tuple[str, list[str]]:
+    opened = open_source(PromptSource(file=file), "prompts.sources[0].file")
     return opened.revision, [entry["prompt"] for entry in opened.entries]
 
 
-def test_a_pattern_names_several_files_in_order(tmp_path: Path) -> None:
+def test_a_pattern_names_several_files_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_HOME", str(tmp_path))
     for name in "bca":
         (tmp_path / f"part-{name}.jsonl").write_text(json.dumps({"prompt": name}))
     (tmp_path / "part-d.txt").write_text("not this")
     (tmp_path / "deeper").mkdir()
     (tmp_path / "deeper" / "part-e.jsonl").write_text("not this")
-    revision, prompts = read("part-*.jsonl", tmp_path)
+    revision, prompts = read("part-*.jsonl")
     assert prompts == ["a", "b", "c"]
     assert revision.endswith(" files:3")
     assert str(tmp_path) not in revision
     assert read(f"file://{tmp_path}/part-?.jsonl") == (revision, prompts)
     # Of one file, the pattern does not show.
-    assert read("part-a.*", tmp_path) == read("part-a.jsonl", tmp_path)
+    assert read("part-a.*") == read("part-a.jsonl")
     (tmp_path / "part-c.jsonl").write_text(json.dumps({"prompt": "C"}))
-    assert read("part-*.jsonl", tmp_path)[0] != revision
+    assert read("part-*.jsonl")[0] != revision
     with pytest.raises(InputError, match=r"^prompts\.sources\[0\]\.file: other-\*\.jsonl is not there"):
-        read("other-*.jsonl", tmp_path)
+        read("other-*.jsonl")
 
 
 def test_objects_of_a_store_are_read_through_a_local_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from infra.prompts import (
     Row,
     cut_shards,
     dataset_revisions,
+    left_out_said,
     load_prompts,
     to_parquet,
 )
@@ -77,16 +78,34 @@ def test_sample_id_names_data_set_messages_and_sample(tmp_path: Path) -> None:
     assert [row["sample_id"][-1] for row in prompts.train] == ["0", "1", "2", "0", "1", "2"]
 
 
-def test_rows_are_the_same_wherever_and_however_often_they_are_made(tmp_path: Path) -> None:
+def test_rows_are_the_same_wherever_and_however_often_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = tmp_path / "here", tmp_path / "there"
     for folder in (first, second):
         folder.mkdir()
         numbered(folder / "q.jsonl", 60)
     one = load_prompts(config({"file": str(first / "q.jsonl")}))
-    two = load_prompts(config({"file": "q.jsonl"}), config_folder=second)
+    monkeypatch.setenv("DRAFTSMITH_HOME", str(second))
+    two = load_prompts(config({"file": "q.jsonl"}))
     assert one == two
     assert to_parquet(one.train) == to_parquet(two.train)
     assert str(tmp_path) not in json.dumps([one.revisions, config({"file": str(first / "q.jsonl")}).content()])
+
+
+def test_what_was_not_taken_is_told_by_data_set_and_reason(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": 3}, {"prompt": "b"}, {"prompt": "c"}]
+    one, two = write_jsonl(tmp_path / "one.jsonl", rows), write_jsonl(tmp_path / "two.jsonl", [{"prompt": "d"}])
+    asked = config({"file": str(one), "limit": 2}, {"file": str(two), "max_prompt_tokens": 9}, heldout_prompts=0)
+    assert left_out_said(asked, load_prompts(asked).dropped, lengths=False) == (
+        "; not taken of one: 1 duplicate, 1 wrong_type, whatever follows the first 2 (limit); "
+        "of two: nothing by its length yet"
+    )
+    assert left_out_said(asked, {"one": {}, "two": {"too_long": 4}}, lengths=True) == (
+        "; not taken of one: whatever follows the first 2 (limit); of two: 4 too_long"
+    )
+    plain = config({"file": str(two)}, heldout_prompts=0)
+    assert left_out_said(plain, load_prompts(plain).dropped, lengths=False) == ""
 
 
 def test_a_prompt_keeps_its_side_when_others_are_added(tmp_path: Path) -> None:
@@ -252,8 +271,14 @@ def test_gzip_and_file_urls_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_names_its_field(
-    tmp_path: Path, source: dict[str, Any], fields: dict[str, Any], where: str, problem: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: dict[str, Any],
+    fields: dict[str, Any],
+    where: str,
+    problem: str,
 ) -> None:
+    monkeypatch.setenv("DRAFTSMITH_HOME", str(tmp_path))
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "bad.jsonl").write_text("{")
@@ -261,7 +286,7 @@ def test_what_is_wrong_names_its_field(
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(good.read_bytes())[:-20])
     write_jsonl(tmp_path / "other.jsonl", [{"prompt": letter} for letter in "abc"])
     with pytest.raises(InputError) as caught:
-        load_prompts(config({"file": "other.jsonl"}, source, **fields), config_folder=tmp_path)
+        load_prompts(config({"file": "other.jsonl"}, source, **fields))
     assert caught.value.field == where
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)

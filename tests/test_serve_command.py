@@ -74,7 +74,7 @@ def test_the_promoted_speculator_is_served_as_its_run_served_it(tmp_path: Path) 
         *("--gpu-memory-utilization", "0.9", "--reasoning-parser", "qwen3", "--trust-remote-code"),
         *("--override-generation-config", '{"top_p": 1.0}', "--enable-auto-tool-choice"),
         *("--tool-call-parser", "hermes", "--revision", COMMIT, "--served-model-name", VERIFIER),
-        *("--speculative-config", json.dumps(speculation)),
+        *("--speculative-config", json.dumps(speculation), "--host", "127.0.0.1"),
     ]
 
 

@@ -61,7 +61,9 @@ async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, A
 
 
 def test_several_nodes_find_one_another() -> None:
-    config = TrainConfig(num_ranks=8, num_nodes=2, rendezvous_endpoint="first:29500", max_restarts=3)
+    config = TrainConfig(
+        num_ranks=8, num_nodes=2, global_batch=16, rendezvous_endpoint="first:29500", max_restarts=3
+    )
     command = torchrun_command(config, "s3://bucket/spec.json", node_rank=1)
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=29500"} < set(command)
     assert {"--nproc-per-node=8", "--max-restarts=3"} < set(command)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from infra import manifest
+from infra import manifest, storage
 from infra.errors import DamagedShard, InfrastructureError
 from infra.hidden_states import HiddenStatesMeta
 from infra.manifest import ShardRecord
@@ -30,6 +30,7 @@ from infra.training.input_worker import fill
 from infra.training.pack_ring import PackLayout, PackRing
 from infra.training.progress import Meter
 from infra.training.ranks import Ranks, set_up_threads
+from infra.training.shard_store import ShardFiles
 from infra.training.shards_ahead import ShardsAhead
 from tests.fakes.training_run import HIDDEN_SIZE, LAYER_IDS, random_rows, write_stage
 
@@ -237,6 +238,22 @@ def test_shards_of_an_s3_root_are_fetched_into_a_bounded_folder(s3_root: str, tm
     torn = next((cache / "shards").glob("*.parquet"))  # others may have taken the first ones' room
     torn.write_bytes(torn.read_bytes()[:-1])
     assert seen(feed(far, 0, 9, CPU, 0)) == seen(feed(near, 0, 9, CPU, 0))
+
+
+@pytest.mark.parametrize(("free", "kept"), [(10**9, 3), (200, 3), (199, 2), (75, 2), (74, 1)])
+def test_copies_of_shards_leave_a_fifth_of_the_disk(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, free: int, kept: int
+) -> None:
+    """Three copies of 100 bytes, and one that is to come."""
+    folder = cache / "shards"
+    folder.mkdir(parents=True)
+    for age, name in enumerate("cba"):
+        (folder / f"{name}.parquet").write_bytes(bytes(100))
+        (folder / f"{name}.mark").touch()
+        os.utime(folder / f"{name}.mark", (1000 - age, 1000 - age))
+    monkeypatch.setattr(storage, "free_bytes", lambda uri: free if uri == str(folder) else None)
+    ShardFiles("s3://bucket/root", [], cache_bytes=400)._make_room(100)
+    assert sorted(path.stem for path in folder.glob("*.parquet")) == sorted("cba"[:kept])
 
 
 def test_shards_are_asked_for_before_their_steps_and_not_too_early(tmp_path: Path) -> None:

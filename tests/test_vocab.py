@@ -128,5 +128,5 @@ def test_maps_that_do_not_agree_are_refused(harm: Any) -> None:
 def test_impossible_vocabularies_are_refused() -> None:
     with pytest.raises(StageFailed, match="no response"):
         build_map(VocabConfig(draft_vocab_size=2), [np.zeros(4, dtype=np.int64)], 4)
-    with pytest.raises(StageFailed, match="draft_vocab_size"):
+    with pytest.raises(InputError, match=r"^vocab\.draft_vocab_size: is 5, but the verifier has 4 tokens"):
         build_map(VocabConfig(draft_vocab_size=5), [np.ones(4, dtype=np.int64)], 4)

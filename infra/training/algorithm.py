@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from infra.training.batch import PackedBatch
-from infra.training.config import TrainConfig, TrainSpec
+from infra.training.config import DraftSpec, TrainConfig, TrainSpec
 
 
 class Prepared(Protocol):
@@ -76,6 +76,9 @@ class Algorithm(Protocol):
             vocab: the vocabulary map's file.
             cuda: whether it will run on a GPU.
         """
+
+    def check_start(self, spec: DraftSpec, folder: Path, verifier_vocab_size: int) -> None:
+        """Raise InputError as `start_weights`, as far as the verifier's config.json alone can tell."""
 
     def start_weights(self, spec: TrainSpec, folder: Path, vocab: bytes) -> dict[str, Tensor]:
         """The trainable weights of a draft that training starts from, fp32, by parameter name.

@@ -57,7 +57,7 @@ class TrainConfig(Config):
     """Tokens of one packed sequence; a longer sample is cut."""
 
     global_batch: Annotated[int, CONTENT, Field(ge=1)] = 1
-    """Packed sequences per optimizer step, over all ranks; a multiple of num_ranks."""
+    """Packed sequences per optimizer step, over all ranks; a multiple of num_ranks x num_nodes."""
 
     ttt_steps: Annotated[int, CONTENT, Field(ge=1, le=16)] = 3
     """Training-time-test steps: how far ahead the draft is trained to guess."""
@@ -115,7 +115,8 @@ class TrainConfig(Config):
     GPUs the rank's cores but two, at most 12. Each takes memory for one packed sequence, the rank for 3 more."""
 
     shard_cache_gib: Annotated[float, Field(gt=0)] = 200.0
-    """Disk space for copies of an S3 root's shards, in this machine's cache folder; those used longest ago go."""
+    """Disk space for copies of an S3 root's shards, in this machine's cache folder; those used longest ago go. They
+    leave a fifth of what the disk has free beside them."""
 
     num_ranks: Annotated[int, Field(ge=1)] = 1
     """Processes that torchrun starts on one node, one per GPU."""
@@ -204,11 +205,24 @@ class TrainConfig(Config):
         return self
 
 
-class TrainSpec(Config):
-    """Everything one run of the trainer reads: the content of the file torchrun is started with."""
+class DraftSpec(Config):
+    """What decides the draft's shape."""
 
     train: TrainConfig
     """Hyper-parameters."""
+
+    verifier_path: str
+    """Local folder with the verifier's config and safetensors weights."""
+
+    aux_hidden_state_layer_ids: Annotated[tuple[int, ...], Field(min_length=1)]
+    """Layers whose states the draft reads: the extracted ids without the last."""
+
+    trust_remote_code: bool = False
+    """Run code that the verifier's folder brings along to read its config."""
+
+
+class TrainSpec(DraftSpec):
+    """Everything one run of the trainer reads: the content of the file torchrun is started with."""
 
     hidden_states_uri: str
     """Folder of the hidden_states stage (`<root>/hidden_states/<key>`)."""
@@ -228,14 +242,5 @@ class TrainSpec(Config):
     inputs_sha256: str = ""
     """Hash of all that is trained on (`infra.manifest.inputs_sha256`); checkpoints of other inputs do not count."""
 
-    verifier_path: str
-    """Local folder with the verifier's config and safetensors weights."""
-
-    aux_hidden_state_layer_ids: Annotated[tuple[int, ...], Field(min_length=1)]
-    """Layers whose states the draft reads: the extracted ids without the last."""
-
     metrics_path: str
     """Local file that gets one JSON line per logged step."""
-
-    trust_remote_code: bool = False
-    """Run code that the verifier's folder brings along to read its config."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from infra.training.algorithm import Objective
 from infra.training.algorithm import trainable_parameters as trainable_parameters
 from infra.training.batch import PackedBatch
-from infra.training.config import TrainConfig, TrainSpec
+from infra.training.config import DraftSpec, TrainConfig, TrainSpec
 from infra.training.packed import PackedForward, unsupported
 from infra.training.packed_plan import PackPlan, plan_pack, row_capacity, trained_rows, upload
 from infra.training.rows import StepSums, forward_rows, plan_rows
@@ -157,6 +157,11 @@ class Eagle3:
         if kind == "auto":
             kind = "packed" if cuda else "rows"
         return Eagle3Objective(model, spec.train, kind, compiled=cuda)
+
+    def check_start(self, spec: DraftSpec, folder: Path, verifier_vocab_size: int) -> None:
+        from infra.training.eagle3_start import check_start
+
+        check_start(spec, folder, verifier_vocab_size)
 
     def start_weights(self, spec: TrainSpec, folder: Path, vocab: bytes) -> dict[str, Tensor]:
         from infra.training.eagle3_start import start_weights

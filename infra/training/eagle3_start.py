@@ -24,7 +24,7 @@ from infra.errors import InputError
 from infra.folders import tensor_files
 from infra.start_draft import FIELD, token_ids
 from infra.training.algorithm import trainable_parameters
-from infra.training.config import TrainSpec
+from infra.training.config import DraftSpec, TrainSpec
 from infra.training.eagle3 import build_model, layer_config
 from infra.vocab import VocabMap
 
@@ -108,10 +108,8 @@ class StartDraft:
         return self.shapes["fc.weight"][1] // int(self.layer.hidden_size)
 
 
-def start_weights(spec: TrainSpec, folder: Path, vocab: VocabMap) -> dict[str, Tensor]:
-    """The trainable weights of this config's draft as the start draft has them, fp32, by parameter name.
-
-    Rows of the head whose tokens the start draft lacks are the verifier's.
+def check_start(spec: DraftSpec, folder: Path, verifier_vocab_size: int) -> tuple[StartDraft, Tensor]:
+    """The start draft and its `token_ids`, after all was looked at that needs no weights of the verifier.
 
     Raises:
         InputError: the start draft does not fit; the line names the config's field.
@@ -120,7 +118,18 @@ def start_weights(spec: TrainSpec, folder: Path, vocab: VocabMap) -> dict[str, T
     _refuse_other_layer(start, spec)
     _refuse_other_inputs(start, spec)
     _refuse_other_norms(start, spec)
-    start_ids = token_ids(folder, vocab.verifier_vocab_size)
+    return start, token_ids(folder, verifier_vocab_size)
+
+
+def start_weights(spec: TrainSpec, folder: Path, vocab: VocabMap) -> dict[str, Tensor]:
+    """The trainable weights of this config's draft as the start draft has them, fp32, by parameter name.
+
+    Rows of the head whose tokens the start draft lacks are the verifier's.
+
+    Raises:
+        InputError: the start draft does not fit; the line names the config's field.
+    """
+    start, start_ids = check_start(spec, folder, vocab.verifier_vocab_size)
     model = build_model(
         spec.train,
         vocab,
@@ -151,7 +160,7 @@ def start_weights(spec: TrainSpec, folder: Path, vocab: VocabMap) -> dict[str, T
     return {name: head if name == HEAD else tensors[name] for name in parameters}
 
 
-def _refuse_other_layer(start: StartDraft, spec: TrainSpec) -> None:
+def _refuse_other_layer(start: StartDraft, spec: DraftSpec) -> None:
     """Raise InputError unless the start draft's layers are made like this one's."""
     num_layers = spec.train.num_layers
     wanted = layer_config(num_layers, spec.verifier_path, trust_remote_code=spec.trust_remote_code)
@@ -170,7 +179,7 @@ def _refuse_other_layer(start: StartDraft, spec: TrainSpec) -> None:
             )
 
 
-def _refuse_other_inputs(start: StartDraft, spec: TrainSpec) -> None:
+def _refuse_other_inputs(start: StartDraft, spec: DraftSpec) -> None:
     """Raise InputError unless the start draft reads the same states of the verifier as this one."""
     from speculators.models.utils import get_verifier_config
 
@@ -191,7 +200,7 @@ def _refuse_other_inputs(start: StartDraft, spec: TrainSpec) -> None:
         )
 
 
-def _refuse_other_norms(start: StartDraft, spec: TrainSpec) -> None:
+def _refuse_other_norms(start: StartDraft, spec: DraftSpec) -> None:
     """Raise InputError unless the start draft has its norms where this one has."""
     if start.norms["norm_before_fc"]:
         raise InputError(FIELD, "the start draft has a norm_before_fc, which drafts here do not have")

@@ -1,4 +1,4 @@
-"""The torchrun command that trains."""
+"""The torchrun command that trains, and whether its ranks can share the work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,33 @@ import sys
 
 from infra.errors import InputError
 from infra.training.config import TrainConfig
+
+
+def check_ranks(config: TrainConfig) -> None:
+    """Raise InputError where the ranks that the config asks for cannot train together."""
+    check_batch(config, config.num_ranks * config.num_nodes)
+    if config.num_nodes > 1:
+        _rendezvous(config)
+
+
+def check_batch(config: TrainConfig, num_ranks: int) -> None:
+    """Raise InputError where a step's packed sequences cannot be shared out evenly among all ranks."""
+    if over := config.global_batch % num_ranks:
+        raise InputError(
+            "train.global_batch",
+            f"{config.global_batch} is not a multiple of the {num_ranks} ranks; "
+            f"{config.global_batch - over + num_ranks} is one",
+        )
+
+
+def _rendezvous(config: TrainConfig) -> tuple[str, str]:
+    host, _, port = config.rendezvous_endpoint.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InputError(
+            "train.rendezvous_endpoint",
+            f"{config.num_nodes} nodes need one, as host:port; it is {config.rendezvous_endpoint!r}",
+        )
+    return host, port
 
 
 def torchrun_command(config: TrainConfig, spec: str, node_rank: int = 0) -> list[str]:
@@ -16,18 +43,14 @@ def torchrun_command(config: TrainConfig, spec: str, node_rank: int = 0) -> list
         node_rank: which of the nodes; rank 0, which tells how it goes, is on node 0.
 
     Raises:
-        InputError: several nodes have no place to find one another.
+        InputError: as `check_ranks`.
     """
+    check_ranks(config)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.num_ranks}"]
     if config.num_nodes == 1:
         command.append("--standalone")
     else:
-        host, _, port = config.rendezvous_endpoint.rpartition(":")
-        if not host or not port.isdecimal():
-            raise InputError(
-                "train.rendezvous_endpoint",
-                f"{config.num_nodes} nodes need one, as host:port; it is {config.rendezvous_endpoint!r}",
-            )
+        host, port = _rendezvous(config)
         command += [f"--nnodes={config.num_nodes}", f"--node-rank={node_rank}"]
         command += [f"--master-addr={host}", f"--master-port={port}"]
     return [*command, f"--max-restarts={config.max_restarts}", "-m", "infra.training", spec]

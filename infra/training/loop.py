@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from infra import leases, storage
-from infra.errors import InfrastructureError, InputError
+from infra.errors import InfrastructureError
 from infra.training import checkpoint as checkpoints
 from infra.training.algorithm import Objective, algorithm, trainable_parameters
 from infra.training.batch import PackedBatch
@@ -37,6 +37,7 @@ from infra.training.data import (
 )
 from infra.training.distribution import Distributed, whole
 from infra.training.feed import feed, input_workers, timed
+from infra.training.launch import check_batch
 from infra.training.optimizer import DraftOptimizer
 from infra.training.progress import Meter, MetricsFile, metrics_line, say
 from infra.training.ranks import Ranks, StopRequest, set_up_threads
@@ -68,10 +69,7 @@ class Trainer:
 
     def __init__(self, spec: TrainSpec, ranks: Ranks) -> None:
         config = spec.train
-        if config.global_batch % ranks.world:
-            raise InputError(
-                "train.global_batch", f"{config.global_batch} is not a multiple of the {ranks.world} ranks"
-            )
+        check_batch(config, ranks.world)
         self.spec, self.config, self.ranks = spec, config, ranks
         self.stop = StopRequest()
         set_up_threads(config, ranks)

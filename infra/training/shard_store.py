@@ -34,6 +34,8 @@ from infra.training.ranged_file import RangedFile
 T = TypeVar("T")
 
 DEFAULT_CACHE_BYTES = 200 * 2**30
+DISK_SHARE = 0.8
+"""Of what the disk would have free without the copies: they take no more, whatever they may."""
 
 
 def process_group() -> str:
@@ -49,7 +51,8 @@ class ShardFiles:
     Args:
         stage_uri: folder of the stage.
         records: of its shards.
-        cache_bytes: what copies of an S3 root's shards may take, beside those being fetched.
+        cache_bytes: what copies of an S3 root's shards may take, beside those being fetched; less on a small disk
+            (`DISK_SHARE`).
         group: which processes share their checks.
     """
 
@@ -118,9 +121,11 @@ class ShardFiles:
         """Delete copies, the longest unused first, until one more fits. Who has one open reads on."""
         with _locked(_folder() / "room.lock"):
             copies = [(_used_at(path), path, path.stat().st_size) for path in _folder().glob("*.parquet")]
-            taken = sum(size for _, _, size in copies) + size_bytes
+            taken = sum(size for _, _, size in copies)
+            most = min(self.cache_bytes, int(DISK_SHARE * (taken + (storage.free_bytes(str(_folder())) or 0))))
+            taken += size_bytes
             for _, path, size in sorted(copies):
-                if taken <= self.cache_bytes:
+                if taken <= most:
                     return
                 with contextlib.suppress(BlockingIOError), _locked(path.with_suffix(".mark"), fcntl.LOCK_NB):
                     path.unlink(missing_ok=True)

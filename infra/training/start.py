@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from infra import storage
-from infra.start_draft import start_folder
+from infra.start_draft import folder_here, start_folder
 from infra.training import checkpoint, checkpoint_files
 from infra.training.algorithm import algorithm
-from infra.training.config import TrainSpec
+from infra.training.config import DraftSpec, TrainConfig, TrainSpec
+from infra.verifier import VerifierConfig, small_folder
 
 logger = logging.getLogger("draftsmith.training")
+
+
+def check_start(train: TrainConfig, verifier: VerifierConfig, layer_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InputError where the start draft does not fit, as far as that can be told without fetching anything.
+
+    Args:
+        layer_ids: the extracted layer ids; the draft reads all but the last.
+        vocab_size: of the verifier.
+    """
+    if train.init_from is None or (folder := folder_here(train.init_from)) is None:
+        return
+    if (config_folder := small_folder(verifier)) is None:
+        return
+    spec = DraftSpec(
+        train=train,
+        verifier_path=str(config_folder),
+        aux_hidden_state_layer_ids=tuple(layer_ids[:-1]),
+        trust_remote_code=verifier.trust_remote_code,
+    )
+    algorithm(train).check_start(spec, folder, vocab_size)
 
 
 def write_start(spec: TrainSpec) -> None:
