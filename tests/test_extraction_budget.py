@@ -62,8 +62,8 @@ def test_more_engines_are_so_much_faster_until_encoding_is_slower(monkeypatch: p
     ("said", "encode_seconds", "cores", "engines", "limit_bytes", "free_bytes", "wanted"),
     [
         (5, 0.5, 1, 1, 1, 1, 5),  # as the config says
-        (None, 0.5, 16, 1, 10**12, 10**12, 2),
-        (None, 9.0, 16, 1, 10**12, 10**12, 6),  # five are built while the engine computes one
+        (None, 0.5, 16, 1, 10**12, 10**12, 4),
+        (None, 9.0, 16, 1, 10**12, 10**12, 12),  # twice: five are built while the engine computes one
         (None, 9.0, 2, 1, 10**12, 10**12, 2),
         (None, 90.0, 16, 2, 10**12, 10**12, 8),  # all cores
         (None, 90.0, 16, 1, 3 * 4_100_000, 10**12, 3),  # as the staging holds
