@@ -13,6 +13,7 @@ from typing import IO, Any
 from infra import processes
 from infra.errors import InputError, ServerError
 from infra.processes import GuardedProcess, log_tail
+from infra.redaction import withheld
 from infra.vllm_config import VllmConfig, engine_environment, engine_flags
 
 CHECK_SECONDS = 1.0
@@ -73,6 +74,7 @@ class ExtractProcess:
             token=self._token,
             log_path=self._log_path,
             env=self._environment,
+            withhold=withheld(),
             stdin_pipe=True,
             stdout_pipe=True,
         )
