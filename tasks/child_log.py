@@ -94,7 +94,8 @@ class Follower:
             return []
         self._read += len(added)
         *whole, self._rest = (self._rest + added).split(b"\n")
-        return [text for line in whole if (text := redact(line.decode(errors="replace")).strip())]
+        lines = redact(b"\n".join(whole).decode(errors="replace")).split("\n")
+        return [text for line in lines if (text := line.strip())]
 
 
 async def _follow(follower: Follower) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 
 from infra.errors import InputError
 from infra.training.config import TrainConfig
@@ -24,7 +25,7 @@ def torchrun_command(config: TrainConfig, spec: str, node_rank: int = 0) -> list
         # As --standalone, but the ranks meet over a file: torch unpickles what its agents say there, and its TCP
         # store listens on every interface.
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={spec}.rendezvous", "--rdzv-conf=store_type=file"]
-        command.append("--local-addr=127.0.0.1")
+        command += [f"--rdzv-id={uuid.uuid4().hex}", "--local-addr=127.0.0.1"]
     else:
         host, _, port = config.rendezvous_endpoint.rpartition(":")
         if not host or not port.isdecimal():
