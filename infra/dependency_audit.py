@@ -162,13 +162,13 @@ def audit(home: Path, uv: str, service: str | None = None) -> tuple[list[str], l
     try:
         for name in ENVIRONMENTS:
             pinned = pins(folder / f"{name}.txt")
-            found = vulnerabilities(pinned, uv, service)
-            for one in found:
+            known = vulnerabilities(pinned, uv, service)
+            for one in known:
                 ids = {one["id"], one["display_id"], *one["aliases"]}
                 used |= ids
                 if not ids & set(passes):
                     problems.append(_told(one, f"{name}.txt"))
-            notes.append(f"{name}.txt: {len(pinned)} pins audited, {len(found)} with a known vulnerability")
+            notes.append(f"{name}.txt: {len(pinned)} pins audited, {len(known)} with a known vulnerability")
         left = sorted(name for name in set(passes) - used if _ADVISORY.match(name))
         notes += [f"accepted.txt: {name} is not found any more; take it out" for name in left]
     except Unreachable as error:
