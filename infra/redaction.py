@@ -8,6 +8,7 @@ records, in this project's errors, in what is told of a child's log, in run file
 from __future__ import annotations
 
 import base64
+import contextlib
 import logging
 import os
 import re
@@ -43,6 +44,24 @@ def redact(text: str) -> str:
 def redact_bytes(data: bytes) -> bytes:
     """The same for text of any encoding, whose bytes stay otherwise."""
     return redact(data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+
+
+@contextlib.contextmanager
+def clean_errors() -> Iterator[None]:
+    """Take secrets out of whatever is raised in the context, and of what caused it: others show an error's text."""
+    try:
+        yield
+    except BaseException as error:
+        seen: set[int] = set()
+        one: BaseException | None = error
+        while one is not None and id(one) not in seen:
+            seen.add(id(one))
+            if any(isinstance(said, str) and redact(said) != said for said in one.args):
+                one.args = tuple(redact(said) if isinstance(said, str) else said for said in one.args)
+            if isinstance(one, OSError) and one.strerror is not None:  # what its text is made of
+                one.strerror = redact(one.strerror)
+            one = one.__cause__ or one.__context__
+        raise
 
 
 def redact_logs() -> None:

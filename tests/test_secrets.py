@@ -28,6 +28,7 @@ from infra.redaction import learn_secret, redact, redact_logs, withheld
 from infra.servers_config import ServersConfig
 from infra.vllm_server import VllmConfig, VllmServer
 from tasks.child_log import Follower
+from tasks.policy import retried_task
 
 CANARIES = {
     "AWS_SECRET_ACCESS_KEY": "canary/s3+secret",
@@ -113,6 +114,24 @@ def test_no_error_has_one() -> None:
         for told in (str(error), repr(error), str(pickle.loads(pickle.dumps(error)))):
             assert tells(told) == []
             assert "(HF_TOKEN)" in told
+
+
+async def test_nothing_that_a_task_raises_has_one() -> None:
+    @retried_task(name="raises")
+    async def raises(text: str) -> None:
+        """Of a library."""
+        try:
+            raise OSError(5, text)
+        except OSError as error:
+            raise RuntimeError(text, 7) from error
+
+    assert (raises.fn.__name__, raises.fn.__doc__) == ("raises", "Of a library.")
+    with pytest.raises(RuntimeError) as caught:
+        await raises.fn(ALL)
+    assert caught.value.args[1] == 7
+    for told in (str(caught.value), str(caught.value.__cause__)):
+        assert tells(told) == []
+        assert "(HF_TOKEN)" in told
 
 
 def test_no_run_file_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
