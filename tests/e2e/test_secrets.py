@@ -6,8 +6,10 @@ Keys of the store are in a Prefect block, the others in the worker's environment
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +64,7 @@ class Planted:
     folder: Path
     stack: PrefectStack
     store: LocalS3
+    began: float = field(default_factory=time.time)
     command_lines: set[str] = field(default_factory=set)
     had_secrets: set[str] = field(default_factory=set)
 
@@ -155,10 +158,13 @@ def of_the_store(store: LocalS3) -> Iterator[tuple[str, str]]:
 def of_the_disk(planted: Planted) -> Iterator[tuple[str, str]]:
     """Logs, caches, the server's database and what is left in the temporary folder; not the store's own keys."""
     kept = {planted.store.folder / "identities.json"}
-    left = [path for top in Path(gettempdir()).glob("draftsmith-*") for path in (top, *top.rglob("*"))]
+    left = {path for top in Path(gettempdir()).glob("draftsmith-*") for path in (top, *top.rglob("*"))}
     for path in [*planted.folder.rglob("*"), *left]:
-        if path.is_file() and path not in kept and path.suffix not in (".safetensors", ".dat"):
-            yield str(path), path.read_bytes().decode(errors="replace")
+        if path in kept or path.suffix in (".safetensors", ".dat") or not path.is_file():
+            continue
+        with contextlib.suppress(FileNotFoundError):  # of somebody who works beside us
+            if path not in left or path.stat().st_mtime >= planted.began:
+                yield str(path), path.read_bytes().decode(errors="replace")
 
 
 def test_a_whole_run(planted: Planted) -> None:
