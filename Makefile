@@ -45,10 +45,11 @@ stack: setup  ## database, Prefect server, S3, workers, deployments and automati
 stack-down: .venv/.ready  ## end all that, and delete its history and objects; KEEP=1 keeps them for the next `make stack`
 	@.venv/bin/python -m flows.stack down $(if $(KEEP),--keep-data)
 
-check: .venv/.ready  ## format, lint, types, fast tests; green before each commit
+check: .venv/.ready  ## format, lint, types, known vulnerabilities of the pins, fast tests; green before each commit
 	@.venv/bin/ruff format --check
 	@.venv/bin/ruff check
 	@.venv/bin/mypy
+	@.venv/bin/python -m infra.dependency_audit
 	@$(FAST_TESTS)
 
 fix: .venv/.ready  ## let the formatter and the linter mend what they can

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from infra.errors import DraftsmithError, InputError
+from infra.redaction import redact_logs
 from infra.schemas import STAGES
 
 if TYPE_CHECKING:
@@ -262,6 +263,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _log_to_stderr() -> None:
+    redact_logs()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("draftsmith")

@@ -111,6 +111,8 @@ class PipelineConfig(Config):
         scheme, separator, rest = root.partition("://")
         if separator and (scheme not in ("file", "s3") or not rest.strip("/")):
             raise ValueError(f"{root!r} is neither a folder nor of the form s3://bucket/prefix")
+        if separator and "@" in rest.partition("/")[0]:
+            raise ValueError("must hold no credentials; they come from the environment or from credentials_block")
         return root
 
     @model_validator(mode="after")

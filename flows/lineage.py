@@ -23,6 +23,7 @@ from flows.stage import Summary
 from infra import storage
 from infra.promotion import Outcome
 from infra.provenance import provenance
+from infra.redaction import redact
 
 # A store that is just away when a run is put back may be waited for.
 ROOT_SECONDS = 120.0
@@ -68,17 +69,17 @@ async def lineage(config: PipelineConfig, until: str) -> AsyncIterator[Run]:
         await refuse_crash_loop(config, stages)
         yield run
     except BaseException as error:
-        await asyncio.shield(asyncio.to_thread(_write, run, "failed", f"{type(error).__name__}: {error}"))
+        await asyncio.shield(asyncio.to_thread(_write, run, "failed", error))
         raise
     await asyncio.to_thread(_write, run, "completed", None)
 
 
-def _write(run: Run, status: str, error: str | None) -> None:
+def _write(run: Run, status: str, error: BaseException | None) -> None:
     said: dict[str, Any] = {
         "run_id": run.run_id,
         "prefect_flow_run_id": run.run_id,
         "status": status,
-        "error": error,
+        "error": None if error is None else redact(f"{type(error).__name__}: {error}"),
         "started_at": run.started_at,
         "ended_at": None if status == "running" else _now(),
         "config": run.config.model_dump(mode="json"),

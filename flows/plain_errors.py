@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from infra.errors import InputError, StageFailed
+from infra.redaction import redact_logs
 
 _LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 
@@ -12,7 +13,7 @@ _LOGGERS = ("prefect.flow_runs", "prefect.task_runs")
 class _WithoutTraceback(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and isinstance(record.exc_info[1], InputError | StageFailed):
-            record.exc_info = None
+            record.exc_info = record.exc_text = None
         return True
 
 
@@ -20,6 +21,8 @@ _FILTER = _WithoutTraceback()
 
 
 def show_plain_errors() -> None:
-    """Have Prefect log InputError and StageFailed without their tracebacks. May be called again."""
+    """Have Prefect log InputError and StageFailed without their tracebacks, and nothing with a secret of this
+    process. May be called again."""
+    redact_logs()
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_FILTER)

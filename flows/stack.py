@@ -32,10 +32,11 @@ from typing import Any
 from infra import guard
 from infra.errors import DraftsmithError, InfrastructureError, InputError
 from infra.local_postgres import LocalPostgres, installed
-from infra.local_s3 import LocalS3
-from infra.locations import cache_folder, project_home
+from infra.local_s3 import LocalS3, kept_secret
+from infra.locations import cache_folder, project_home, write_private
 from infra.logs import log_tail
 from infra.processes import GuardedProcess, end_stale, process_token
+from infra.redaction import redact_logs
 
 logger = logging.getLogger("draftsmith.stack")
 
@@ -47,7 +48,10 @@ STATE = "stack.json"
 POOLS = {"gpu-pool": 1, "light-pool": 4}
 BLOCK = "draftsmith-s3"
 # They would make the stack's own programs speak to another server, or as somebody else.
-FOREIGN = ("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_PROFILE")
+FOREIGN = (
+    *("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING"),
+    *("PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_PROFILE"),
+)
 
 
 class Stack:
@@ -150,7 +154,7 @@ class Stack:
                 postgres = parts.enter_context(LocalPostgres(self.token, programs))
                 variables["PREFECT_API_DATABASE_CONNECTION_URL"] = postgres.url
             s3 = parts.enter_context(
-                LocalS3(self.folder / "s3", access_key="draftsmith", secret_key=self._secret())
+                LocalS3(self.folder / "s3", access_key="draftsmith", secret_key=kept_secret(self.folder / "s3"))
             )
             server = parts.enter_context(
                 self._start_server(port, {**variables, "PREFECT_SERVER_API_AUTH_STRING": auth})
@@ -214,23 +218,8 @@ class Stack:
         for automation in install():
             logger.info("automation %s: %s", automation["name"], automation["done"])
 
-    def _secret(self) -> str:
-        """The S3 server's secret key, the same at each start over the same objects."""
-        path = self.folder / "s3-secret"
-        if not path.exists():
-            _write_private(path, secrets.token_hex(24))
-        return path.read_text()
-
     def _write(self, state: Mapping[str, Any]) -> None:
-        _write_private(self.folder / STATE, json.dumps(state))
-
-
-def _write_private(path: Path, text: str) -> None:
-    staged = path.with_name(f".{path.name}.partial")
-    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    staged.replace(path)
+        write_private(self.folder / STATE, json.dumps(state))
 
 
 def _free_port(wanted: int) -> int:
@@ -285,6 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 removed = not options.keep_data and stack.remove()
                 print(f"stack: ended={ended} removed={removed}")
             case "serve":
+                redact_logs()
                 logging.basicConfig(level=logging.WARNING)
                 logging.getLogger("draftsmith").setLevel(logging.INFO)
                 signal.signal(signal.SIGTERM, signal.default_int_handler)

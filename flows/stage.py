@@ -36,6 +36,7 @@ from infra.effort import Effort
 from infra.errors import DamagedShard, LeaseLost, ServerError, StageFailed
 from infra.manifest import Shard, ShardRecord, StageRef, StageState
 from infra.provenance import provenance
+from infra.redaction import clean_errors
 from infra.schemas import STATUS_FAILED
 from tasks.reuse import reuse_shard
 
@@ -96,6 +97,11 @@ async def run_stage(
         make: commits every missing shard, refuses what is not acceptable; what it returns is added to the manifest.
     """
     show_plain_errors()
+    with clean_errors():
+        return await _run_stage(config, name, plan_shards, make)
+
+
+async def _run_stage(config: PipelineConfig, name: str, plan_shards: PlanShards | None, make: Make) -> Summary:
     await use_credentials(config)
     stages = await asyncio.to_thread(resolve, config)
     stage = stages[name]

@@ -27,6 +27,7 @@ from infra.build_worker import Failure, Order, Say, Setup
 from infra.errors import InfrastructureError
 from infra.extraction_rows import BuiltShard, samples_of
 from infra.processes import GuardedProcess, log_tail
+from infra.redaction import withheld
 from infra.staged_states import Staged, StreamTimes
 from infra.state_checks import StateChecks
 
@@ -160,6 +161,7 @@ class _Builder:
             [sys.executable, "-c", PROGRAM],
             token=token,
             log_path=log_path,
+            withhold=withheld(),
             stdin_pipe=True,
             stdout_pipe=True,
             cwd=HOME,

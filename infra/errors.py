@@ -13,9 +13,14 @@ DraftsmithError
 
 from __future__ import annotations
 
+from infra.redaction import redact
+
 
 class DraftsmithError(Exception):
-    """Root of every error this project raises on purpose."""
+    """Root of every error this project raises on purpose. Its text holds no secret of this process."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(redact(one) if isinstance(one, str) else one for one in arguments))
 
 
 class InputError(DraftsmithError):
@@ -27,7 +32,7 @@ class InputError(DraftsmithError):
     """
 
     def __init__(self, field: str, problem: str) -> None:
-        problem = " ".join(problem.split())  # quoted errors of libraries come in several lines
+        problem = redact(" ".join(problem.split()))  # quoted errors of libraries come in several lines
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
@@ -69,7 +74,7 @@ class DamagedShard(PartialError):
         super().__init__(f"{stage_uri} shard {shard}: {problem}")
         self.stage_uri = stage_uri
         self.shard = shard
-        self.problem = problem
+        self.problem = redact(problem)
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str]]:
         return DamagedShard, (self.stage_uri, self.shard, self.problem)

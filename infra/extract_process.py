@@ -14,6 +14,7 @@ from infra import processes
 from infra.errors import InputError, ServerError
 from infra.extract_worker import refusal_of
 from infra.processes import GuardedProcess, log_tail
+from infra.redaction import withheld
 from infra.vllm_config import VllmConfig, engine_environment, engine_flags, vllm_version
 
 CHECK_SECONDS = 1.0
@@ -80,6 +81,7 @@ class ExtractProcess:
             token=self._token,
             log_path=self._log_path,
             env=self._environment,
+            withhold=withheld(),
             stdin_pipe=True,
             stdout_pipe=True,
         )

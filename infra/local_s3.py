@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import secrets
 import shutil
 import signal
@@ -23,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from infra.errors import DraftsmithError, InputError, ServerError
-from infra.locations import cache_folder
+from infra.locations import cache_folder, write_private
 from infra.logs import log_tail
 from infra.processes import GuardedProcess, end_stale, process_token
 
@@ -179,9 +178,7 @@ class LocalS3:
         keys = [{"accessKey": self.access_key, "secretKey": self.secret_key}]
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
         body = {"identities": [{"name": "draftsmith", "credentials": keys, "actions": actions}]}
-        descriptor = os.open(self._identities, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(body, file)
+        write_private(self._identities, json.dumps(body))
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -242,6 +239,15 @@ def weed() -> str:
     return found
 
 
+def kept_secret(folder: Path) -> str:
+    """The secret key of a server that people use, the same at each start over the same objects."""
+    path = folder / "secret"
+    if not path.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(path, secrets.token_hex(24))
+    return path.read_text()
+
+
 def free_ports(count: int) -> list[int]:
     """Ports of the loopback interface that nobody listens on now."""
     with contextlib.ExitStack() as held:
@@ -265,8 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, help="of the endpoint; a free one by default")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # The keys of a server that a person uses are the same at its next start.
-    server = LocalS3(options.dir, port=options.port, access_key="draftsmith", secret_key="draftsmith-local")
+    server = LocalS3(options.dir, port=options.port, access_key="draftsmith", secret_key=kept_secret(options.dir))
     try:
         with server:
             for name, value in server.environment.items():

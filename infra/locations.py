@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import uuid
 from pathlib import Path
 
 
@@ -34,6 +35,15 @@ def log_file(stage: str, key: str, name: str) -> Path:
 def tracker_folder(tracker: str, key: str) -> Path:
     """Where a tracker keeps what it shows of one draft on this machine; the folder above shows all drafts."""
     return cache_folder() / "logs" / tracker / key
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read; whole or not at all."""
+    staged = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
+    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    staged.replace(path)
 
 
 def package_files(package: str, suffix: str) -> list[Path]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+from infra.redaction import redact
+
 MAX_LINE_CHARACTERS = 400
 _EXCEPTION_LINE = re.compile(r"\b[A-Za-z_]\w*(Error|Exception|Exit|Interrupt)(\s*:|$)|error: ")
 _ERROR_LINE = re.compile(r"\b(ERROR|FATAL|CRITICAL|Error|Fatal|Killed|out of memory|[Cc]annot|refused|denied)\b")
@@ -23,7 +25,7 @@ def is_error(line: str) -> bool:
 def log_tail(
     path: str | os.PathLike[str], *, offset: int = 0, max_lines: int = 6, max_bytes: int = 262_144
 ) -> list[str]:
-    """The last error-looking lines of a log file, oldest first; none when it cannot be read.
+    """The last error-looking lines of a log file, oldest first, without secrets; none when it cannot be read.
 
     Prefers lines that name an exception, then lines of level ERROR or alike, then simply the last ones.
 
@@ -35,7 +37,7 @@ def log_tail(
     try:
         with open(path, "rb") as log:
             log.seek(max(offset, log.seek(0, os.SEEK_END) - max_bytes))
-            text = log.read().decode(errors="replace")
+            text = redact(log.read().decode(errors="replace"))
     except OSError:
         return []
     lines = [line.rstrip()[:MAX_LINE_CHARACTERS] for line in re.split(r"[\r\n]+", text) if line.strip()]

@@ -236,7 +236,7 @@ def _shards_of(plan: Mapping[str, Any] | None, stage_uri: str) -> tuple[Shard, .
         return ()
     try:
         return tuple(Shard.from_json(shard) for shard in plan["shards"])
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, ValueError):
         return ()
 
 

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import IO
 
@@ -69,6 +69,7 @@ class GuardedProcess:
         token: str,
         log_path: str | os.PathLike[str],
         env: Mapping[str, str] | None = None,
+        withhold: Collection[str] = (),
         stdin_pipe: bool = False,
         stdout_pipe: bool = False,
         cwd: str | os.PathLike[str] | None = None,
@@ -78,8 +79,10 @@ class GuardedProcess:
         Args:
             argv: the command. One that cannot be executed exits with 127 and says why in the log.
             token: which piece of work this is (`process_token`); the next run finds what was left by it.
-            log_path: file that stderr (and stdout, without `stdout_pipe`) is appended to; its folder is made.
+            log_path: file that stderr (and stdout, without `stdout_pipe`) is appended to, for this user alone; its
+                folder is made.
             env: variables to add to this process's own; secrets belong here, never in `argv`.
+            withhold: variables of this process's that the child does not get (`infra.redaction.withheld`).
             stdin_pipe: give the child a pipe as stdin, at `.stdin`; otherwise its stdin is empty.
             stdout_pipe: read the child's stdout at `.stdout`; otherwise it goes to the log.
             cwd: working folder of the child.
@@ -98,16 +101,17 @@ class GuardedProcess:
             "SPT_NOENV": "1",
         }
         log_path = os.path.abspath(log_path)
-        os.makedirs(os.path.dirname(log_path), exist_ok=True)
+        os.makedirs(os.path.dirname(log_path), mode=0o700, exist_ok=True)
+        kept = {name: value for name, value in os.environ.items() if name not in withhold}
         # Neither end is inherited by anything else that this process starts: os.pipe sets O_CLOEXEC.
         read_end, write_end = os.pipe()
         lifeline = os.fdopen(write_end, "wb", buffering=0)
         try:
-            with open(log_path, "ab") as log:
+            with open(log_path, "ab", opener=_private) as log:
                 log_offset = log.tell()
                 process = subprocess.Popen(
                     [*_guard_command(read_end), "--", *argv],
-                    env={**os.environ, **added},
+                    env={**kept, **added},
                     stdin=subprocess.PIPE if stdin_pipe else subprocess.DEVNULL,
                     stdout=subprocess.PIPE if stdout_pipe else log,
                     stderr=log,
@@ -288,6 +292,10 @@ def _require_linux() -> None:
         raise InputError(
             "platform", f"children are guarded through Linux's prctl and /proc; this is {sys.platform}"
         )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _guard_command(watch_fd: int) -> list[str]:

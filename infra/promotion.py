@@ -14,6 +14,7 @@ from typing import Any
 from infra import storage
 from infra.errors import StageFailed, StorageError
 from infra.promotion_gate import Decision, PromoteConfig, Row, decide
+from infra.records import is_name
 
 POINTER_FILE = "promoted.json"
 FOLDER = "speculators"
@@ -160,6 +161,8 @@ def figures(rows: Sequence[Row]) -> tuple[dict[str, Any], ...]:
 
 def _promotion(entry: Mapping[str, Any]) -> Promotion:
     known = {name: entry[name] for name in Promotion.__dataclass_fields__}
+    if not (is_name(known["draft"]) and is_name(known["evaluation"])):  # folders of these names are read, and made
+        raise ValueError(f"{known['draft']!r} or {known['evaluation']!r} is no key")
     return Promotion(**{**known, "reasons": tuple(known["reasons"]), "figures": tuple(known["figures"])})
 
 

@@ -61,7 +61,10 @@ class Shard:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Shard:
+        """Raises KeyError, TypeError, ValueError: it is no shard, or its files would lie outside of the stage."""
         extra = {name: item for name, item in value.items() if name not in ("shard", "inputs")}
+        if not is_name(value["shard"]) or not is_path(extra.get("file", value["shard"])):
+            raise ValueError(f"a shard {value['shard']!r} would lie outside of its stage")
         return cls(value["shard"], tuple(value["inputs"]), extra)
 
 
@@ -143,8 +146,24 @@ class StageState:
         return self.manifest is not None
 
 
+def is_path(value: Any) -> bool:
+    """Whether a value read from a store is a relative path that does not lead upwards, or to a hidden file."""
+    return isinstance(value, str) and all(map(is_name, value.split("/")))
+
+
+def is_name(value: Any) -> bool:
+    """Whether it is a name of one such file or folder."""
+    return (
+        isinstance(value, str)
+        and bool(value)
+        and not value.startswith(".")
+        and "/" not in value
+        and value.isprintable()
+    )
+
+
 def is_record(value: Any, key: str, shard: str | None = None) -> bool:
-    """Whether a JSON value is a record of this key, and of this shard where one is named.
+    """Whether a JSON value is a record of this key, and of this shard where one is named, of data in its stage.
 
     Records of versions before 0.2 do not say their key.
     """
@@ -153,4 +172,6 @@ def is_record(value: Any, key: str, shard: str | None = None) -> bool:
         and all(name in value for name in RECORD_FIELDS)
         and value.get("key", key) == key
         and (shard is None or value["shard"] == shard)
+        and is_name(value["shard"])
+        and is_path(value["data"])
     )

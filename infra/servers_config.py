@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from infra.config import Config
 from infra.errors import InputError
 from infra.gpu_sets import GpuSets, check_gpu_sets, on_gpu_sets
+from infra.redaction import learn_secret
 from infra.vllm_config import VllmConfig
 
 EXTERNAL_FIELD = "generate.servers.external"
@@ -77,6 +78,7 @@ class ServersConfig(Config):
         key = os.environ.get(self.external_key_variable)
         if not key:
             raise InputError(KEY_FIELD, f"the environment variable {self.external_key_variable} is not set")
+        learn_secret(key, self.external_key_variable)
         return key
 
 
@@ -92,10 +94,10 @@ def replica_configs(servers: ServersConfig, vllm: VllmConfig) -> list[VllmConfig
 def _base_url(url: str) -> str:
     """`url` with the path `/v1` where it has none."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} is no base URL such as http://host:8000/v1")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError(
             f"the URL of {parts.hostname} must hold no credentials or query; name external_key_variable"
         )
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is no base URL such as http://host:8000/v1")
     return url.rstrip("/") if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1"

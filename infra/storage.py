@@ -17,6 +17,7 @@ Errors, the same for both kinds of store:
 from __future__ import annotations
 
 import hashlib
+import re
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -50,6 +51,8 @@ __all__ = [
 ]
 
 CHECK_SECONDS = 10.0
+# A part of a name that is empty or leads upwards: names read from a store must not lead out of it.
+_LEADS_ELSEWHERE = re.compile(r"(^|/)\.{0,2}(/|$)")
 
 
 class Store(Protocol):
@@ -72,8 +75,16 @@ class Store(Protocol):
 
 
 def join(uri: str, *parts: str) -> str:
-    """`uri` with `parts` appended, joined by single slashes."""
-    return "/".join([uri.rstrip("/"), *(part.strip("/") for part in parts if part)])
+    """`uri` with `parts` appended, joined by single slashes.
+
+    Raises:
+        InputError: a part leads out of `uri`, as `../x` does.
+    """
+    names = [part.strip("/") for part in parts if part]
+    for name in names:
+        if _LEADS_ELSEWHERE.search(name):
+            raise InputError("root", f"{name!r} is no name of anything below {uri}")
+    return "/".join([uri.rstrip("/"), *names])
 
 
 def check_answer(root: str, limit_seconds: float = CHECK_SECONDS) -> None:

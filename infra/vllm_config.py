@@ -18,6 +18,7 @@ from pydantic import Field, field_validator
 from infra.config import CONTENT, Config, InputPath
 from infra.errors import InputError
 from infra.locations import project_home
+from infra.redaction import SECRET_NAME
 
 # What VllmServer or a field of VllmConfig sets; given once more as a free flag it would win unseen.
 _OWN_FLAGS = {
@@ -28,6 +29,9 @@ _OWN_FLAGS = {
     "--served-model-name": None,
     "--speculative-config": None,
     "--sc": None,
+    # Secrets would stand in the process list and in the results; a file of flags would be in no key.
+    "--hf-token": "HF_TOKEN in the environment of this program",
+    "--config": "each flag here, or its field",
     "--trust-remote-code": "verifier.trust_remote_code",
     "--data-parallel-size": "vllm.data_parallel_size",
     "--dp": "vllm.data_parallel_size",
@@ -46,7 +50,7 @@ _OWN_FLAGS = {
 # Fields that came later: at their defaults they must not change the key of an evaluation that has been made.
 _LATER_FIELDS = ("tool_parser", "pipeline_parallel_size", "data_parallel_size")
 
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|_KEY)$", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class VllmConfig(Config):
@@ -119,18 +123,21 @@ class VllmConfig(Config):
     def _no_own_flags(cls, flags: list[str]) -> list[str]:
         for flag in flags:
             name = "--" + flag.split("=")[0].lstrip("-").replace("_", "-")
-            if flag.startswith("-") and name in _OWN_FLAGS:
-                owner = _OWN_FLAGS[name]
-                raise ValueError(
-                    f"{flag} is not allowed here: " + (f"set {owner}" if owner else "it is set for you")
-                )
+            # vLLM takes a flag's beginning for the flag.
+            owned = next((own for own in _OWN_FLAGS if own.startswith(name)), None)
+            if flag.startswith("-") and owned is not None:
+                owner = _OWN_FLAGS[owned]
+                said = f"set {owner}" if owner else "it is set for you"
+                raise ValueError(f"{flag.partition('=')[0]} is not allowed here: {said}")
         return flags
 
     @field_validator("environment")
     @classmethod
     def _no_secrets(cls, environment: dict[str, str]) -> dict[str, str]:
         for name in environment:
-            if _SECRET_NAME.search(name):
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of an environment variable")
+            if SECRET_NAME.search(name):
                 raise ValueError(
                     f"{name} looks like a secret: export it in the environment of this program instead"
                 )

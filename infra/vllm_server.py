@@ -22,6 +22,7 @@ import httpx
 from infra.errors import InputError, ServerError
 from infra.load_progress import LoadReport
 from infra.processes import GuardedProcess, end_stale, log_tail
+from infra.redaction import learn_secret, withheld
 from infra.server_client import server_client
 from infra.vllm_config import VllmConfig, engine_environment, engine_flags, server_flags, vllm_version
 from infra.vllm_metrics import ServerProgress, SpeculationCounters, parse_counters, parse_progress
@@ -77,6 +78,7 @@ class VllmServer:
         self.served_name = served_name
         self.log_path = Path(log_path)
         self.api_key = secrets.token_urlsafe(24)
+        learn_secret(self.api_key, "the API key")
         self.base_url = ""  # http://127.0.0.1:PORT/v1, once started
         # The command line without host and port, which differ from start to start.
         self.flags = [
@@ -147,8 +149,7 @@ class VllmServer:
 
     def _log_tail(self) -> list[str]:
         offset = self._process.log_offset if self._process else 0
-        lines = log_tail(self.log_path, offset=offset) or ["(nothing)"]
-        return [line.replace(self.api_key, "(the API key)") for line in lines]
+        return log_tail(self.log_path, offset=offset) or ["(nothing)"]
 
     @property
     def _root(self) -> str:
@@ -172,6 +173,7 @@ class VllmServer:
                 token=self._token,
                 log_path=self.log_path,
                 env={**self._environment, API_KEY_VARIABLE: self.api_key},
+                withhold=withheld(),
             )
             await self._wait_until_ready(self._process)
 

@@ -18,6 +18,7 @@ from infra import storage
 from infra.locations import log_file
 from infra.logs import is_error, log_tail
 from infra.manifest import StageRef
+from infra.redaction import redact, redact_bytes
 
 logger = logging.getLogger("draftsmith.child")
 
@@ -34,8 +35,8 @@ async def child_log(stage: StageRef, name: str) -> AsyncIterator[None]:
     """Follow the log file of that name (`infra.locations.log_file`) for as long as the context lasts.
 
     Effects: error lines and a few of the others, each second, go to the run's log. When it ends, what was written
-    meanwhile is put at `<root>/logs/<stage>-<key>/<name>-<run>.log`, and an artifact says so. None of it can fail
-    the work.
+    meanwhile is put at `<root>/logs/<stage>-<key>/<name>-<run>.log`, and an artifact says so. None of it holds a
+    secret of this process, and none can fail the work.
     """
     run = os.environ.get(RUN_VARIABLE)
     if run is None:
@@ -76,11 +77,11 @@ class Follower:
             logger.debug("%s: %d more lines", self.name, len(lines) - len(told))
 
     def written(self) -> bytes:
-        """All that was added."""
+        """All that was added, without secrets."""
         try:
             with self.path.open("rb") as log:
                 log.seek(self.start)
-                return log.read()
+                return redact_bytes(log.read())
         except OSError:
             return b""
 
@@ -93,7 +94,8 @@ class Follower:
             return []
         self._read += len(added)
         *whole, self._rest = (self._rest + added).split(b"\n")
-        return [text for line in whole if (text := line.decode(errors="replace").strip())]
+        lines = redact(b"\n".join(whole).decode(errors="replace")).split("\n")
+        return [text for line in lines if (text := line.strip())]
 
 
 async def _follow(follower: Follower) -> None:

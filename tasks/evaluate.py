@@ -47,7 +47,7 @@ from infra.report import (
 from infra.tables import read_table
 from infra.vllm_server import VllmServer
 from tasks.export import METRICS_FILE
-from tasks.policy import in_thread, retried_task
+from tasks.policy import in_thread, retried_task, with_clean_errors
 from tasks.progress import StageProgress
 
 RESULTS_FILE = "results.parquet"
@@ -91,6 +91,7 @@ def fetch_speculator(draft: Draft) -> Path:
     timeout_seconds=4 * 3600,
     cache_policy=NO_CACHE,
 )
+@with_clean_errors
 async def measure_slot(
     server: VllmServer,
     client: CompletionClient,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
 from infra.errors import InfrastructureError, LeaseLost, ServerError
+from infra.redaction import clean_errors
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +43,7 @@ def retried_task(
             Elsewhere the flow must start a new one first.
         retries: attempts after the first one.
     """
-    return task(
+    made = task(
         name=name,
         task_run_name=run_name,
         timeout_seconds=timeout_seconds,
@@ -52,6 +53,18 @@ def retried_task(
         retry_jitter_factor=RETRY_JITTER,
         retry_condition_fn=_worth_restarting if restarts else _worth_retrying,
     )
+    return lambda work: made(with_clean_errors(work))
+
+
+def with_clean_errors(work: Callable[P, R]) -> Callable[P, R]:
+    """The same coroutine function; Prefect shows the text of what it raises."""
+
+    @functools.wraps(work)
+    async def cleaned(*args: P.args, **kwargs: P.kwargs) -> Any:
+        with clean_errors():
+            return await cast(Any, work)(*args, **kwargs)
+
+    return cast(Callable[P, R], cleaned)
 
 
 def in_thread(work: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:

@@ -16,6 +16,7 @@ from infra.gauges import show_training
 from infra.locations import log_file
 from infra.manifest import ShardRecord, StageRef, inputs_sha256
 from infra.processes import GuardedProcess, end_stale, log_tail, process_token
+from infra.redaction import withheld
 from infra.trackers import trackers_of
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.input_checks import check_hidden_states
@@ -105,7 +106,9 @@ async def _run_trainer(
     ranks = config.num_ranks * config.num_nodes
     logger.info("Training %s with %d rank(s); the log is %s.", stage.key, ranks, log)
     async with child_log(stage, "trainer"):
-        process = GuardedProcess.start(command, token=token, log_path=log, stdout_pipe=True)
+        process = GuardedProcess.start(
+            command, token=token, log_path=log, withhold=withheld(needs_store=True), stdout_pipe=True
+        )
         try:
             last = await _follow(stage, process, config.hang_timeout_seconds, watch)
             code = await asyncio.to_thread(process.wait)

@@ -17,6 +17,7 @@ import pytest
 from infra import manifest
 from infra.training import checkpoint, checkpoint_files
 from infra.training.config import TrainConfig, TrainSpec
+from infra.training.launch import torchrun_command
 from infra.training.progress import EXIT_RESUME, parse
 from tests.fakes.training_run import write_spec
 
@@ -33,8 +34,7 @@ def start(spec: TrainSpec, folder: Path, name: str, ranks: int = 1) -> subproces
     path.write_text(spec.model_dump_json())
     command = [sys.executable, "-m", "infra.training", str(path)]
     if ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [sys.executable, *torchrun, "-m", "infra.training", str(path)]
+        command = torchrun_command(spec.train.model_copy(update={"num_ranks": ranks}), str(path))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True

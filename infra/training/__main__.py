@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from infra import storage
 from infra.errors import DamagedShard, DraftsmithError, InputError
+from infra.redaction import redact_logs
 from infra.training.config import TrainSpec
 from infra.training.loop import Trainer
 from infra.training.progress import EXIT_RESUME, say
@@ -26,6 +27,7 @@ from infra.training.ranks import Ranks
 
 def main(arguments: list[str]) -> int:
     """Run one rank, and end the process with its exit code; returns one where there was nothing to run."""
+    redact_logs()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if len(arguments) != 1:
         print(__doc__, file=sys.stderr)

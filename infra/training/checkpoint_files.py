@@ -25,6 +25,7 @@ from typing import Any
 
 from infra import storage
 from infra.fingerprint import sha256_hex
+from infra.records import is_name
 
 logger = logging.getLogger("draftsmith.training")
 
@@ -122,6 +123,8 @@ def listed_files(draft_uri: str, ref: CheckpointRef) -> dict[str, dict[str, Any]
         raise ValueError(f"{COMMIT_FILE} cannot be read: {error}") from None
     if not set(said) >= SHARED_FILES:
         raise ValueError(f"{COMMIT_FILE} does not name all files")
+    if foreign := [name for name in said if not is_name(name)]:
+        raise ValueError(f"{COMMIT_FILE} names {foreign[0]!r}, which is no file beside it")
     return said
 
 

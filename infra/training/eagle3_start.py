@@ -254,6 +254,8 @@ def _converted(start: StartDraft, spec: TrainSpec, folder: Path) -> Path:
     import loguru
     from speculators.convert.eagle.eagle3_converter import Eagle3Converter
 
+    if not (start.folder / "model.safetensors").is_file():  # the converter would unpickle another file
+        raise InputError(FIELD, "a start draft in the original layout must lie in one file, model.safetensors")
     loguru.logger.disable("speculators.convert")
     try:
         Eagle3Converter().convert(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 
 from infra.errors import InputError
 from infra.training.config import TrainConfig
@@ -39,7 +40,8 @@ def torchrun_command(config: TrainConfig, spec: str, node_rank: int = 0) -> list
     """What starts the ranks of one node.
 
     Args:
-        spec: path or URI of a TrainSpec, readable on that node.
+        spec: path or URI of a TrainSpec, readable on that node; a path, where one node trains, in a folder that is
+            ours alone.
         node_rank: which of the nodes; rank 0, which tells how it goes, is on node 0.
 
     Raises:
@@ -48,7 +50,10 @@ def torchrun_command(config: TrainConfig, spec: str, node_rank: int = 0) -> list
     check_ranks(config)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.num_ranks}"]
     if config.num_nodes == 1:
-        command.append("--standalone")
+        # As --standalone, but the ranks meet over a file: torch unpickles what its agents say there, and its TCP
+        # store listens on every interface.
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={spec}.rendezvous", "--rdzv-conf=store_type=file"]
+        command += [f"--rdzv-id={uuid.uuid4().hex}", "--local-addr=127.0.0.1"]
     else:
         host, port = _rendezvous(config)
         command += [f"--nnodes={config.num_nodes}", f"--node-rank={node_rank}"]

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
+import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import FlowRun, State, TaskRun
@@ -160,6 +161,8 @@ class PrefectStack:
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     """More variables for the workers, and so for the flows."""
+    auth: str = ""
+    """What the server asks everybody for, as user:password; nothing by default."""
     workers: list[Worker] = field(default_factory=list)
 
     def __enter__(self) -> PrefectStack:
@@ -173,14 +176,16 @@ class PrefectStack:
             "PREFECT_API_URL": self.url,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_WORKER_QUERY_SECONDS": "2",
+            **({"PREFECT_API_AUTH_STRING": self.auth} if self.auth else {}),
         }
+        asks = {"PREFECT_SERVER_API_AUTH_STRING": self.auth} if self.auth else {}
         server = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
         self.server = GuardedProcess.start(
-            server, token=self.token, log_path=self.folder / "server.log", env=self._variables
+            server, token=self.token, log_path=self.folder / "server.log", env={**self._variables, **asks}
         )
         try:
             self._wait_until_healthy()
-            self.client = SyncPrefectClient(self.url)
+            self.client = SyncPrefectClient(self.url, auth_string=self.auth or None)
             self.client.__enter__()
             self._register()
         except BaseException:
@@ -196,15 +201,13 @@ class PrefectStack:
 
     def install_automations(self) -> list[dict[str, str]]:
         """What `draftsmith automations` does."""
-        before = os.environ.get("PREFECT_API_URL")
-        os.environ["PREFECT_API_URL"] = self.url
-        try:
+        names = ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING")
+        with pytest.MonkeyPatch.context() as patch:
+            for name in names:
+                patch.delenv(name, raising=False)
+                if name in self._variables:
+                    patch.setenv(name, self._variables[name])
             return install()
-        finally:
-            if before is None:
-                del os.environ["PREFECT_API_URL"]
-            else:
-                os.environ["PREFECT_API_URL"] = before
 
     def deploy_again(self) -> None:
         """What `prefect --no-prompt deploy --all` does."""

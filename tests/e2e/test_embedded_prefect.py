@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 
-from flows.embedded_prefect import prefect_api
+from flows.embedded_prefect import CLIENT_AUTH, PASSWORD_FILE, SERVER_AUTH, prefect_api
 from infra.locations import project_home
 from infra.processes import living, process_token
 
@@ -19,14 +21,23 @@ pytestmark = pytest.mark.e2e
 
 
 def test_the_embedded_server_serves_its_ui_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    for name in ("PREFECT_API_URL", SERVER_AUTH, CLIENT_AUTH):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
     with prefect_api() as url:
         assert os.environ["PREFECT_API_URL"] == url
         with urllib.request.urlopen(f"{url.removesuffix('/api')}/ui-settings", timeout=30) as answer:
             settings = json.load(answer)
         assert settings["api_url"] == url, "the pages would ask another server"
-    assert "PREFECT_API_URL" not in os.environ
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{url}/admin/version", timeout=30)
+        key = base64.b64encode(os.environ[CLIENT_AUTH].encode()).decode()
+        asked = urllib.request.Request(f"{url}/admin/version", headers={"Authorization": f"Basic {key}"})
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            assert answer.status == 200
+        password = tmp_path / PASSWORD_FILE
+        assert (password.read_text(), password.stat().st_mode & 0o077) == (os.environ[CLIENT_AUTH], 0)
+    assert not {"PREFECT_API_URL", CLIENT_AUTH} & set(os.environ)
     assert living(process_token("prefect", str(tmp_path))) == []
 
 

@@ -98,7 +98,7 @@ def test_everything_is_installed_and_asks_for_the_key(stack: Stack, state: dict[
 
 
 def test_its_keys_are_in_no_log_and_in_no_process_list(stack: Stack, state: dict[str, Any]) -> None:
-    secret = (stack.folder / "s3-secret").read_text()
+    secret = (stack.folder / "s3" / "secret").read_text()
     key = state["auth_string"].partition(":")[2]
     logs = [path.read_text(errors="replace") for path in stack.folder.glob("*.log")]
     lists = [Path(f"/proc/{pid}/cmdline").read_text() for pid in [state["pid"], *living(stack.token)]]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import pytest
 
 from flows.watch import CHANGED
+from infra.locations import project_home
 from tests.e2e.prefect_stack import PrefectStack
 from tests.watched import config_of, write_model
 
@@ -18,17 +20,36 @@ pytestmark = [pytest.mark.prefect, pytest.mark.timeout(900)]
 
 PATIENCE_SECONDS = 300.0
 EVERY_SECONDS = 20
+KEPT = {"schedule", "active", "slug", "parameters"}  # of a schedule
 
 
 class Watched:
-    """One verifier and data set, and what the server knows about them."""
+    """One verifier and data set, and what the server knows about them.
+
+    An event names a profile and nothing else, so the worker has a home of its own, in which the profile is this config.
+    """
 
     def __init__(self, stack: PrefectStack, folder: Path) -> None:
         write_model(folder, 1)
         self.folder = folder
         self.config = config_of(folder)
         self.given = self.config.model_dump(mode="json", exclude_unset=True)
+        self.home = self._home()
         self._client = stack.client
+        self._before = {run["id"] for run in self._all("watch")}
+
+    def _home(self) -> Path:
+        home = self.folder / "home"
+        (home / "deployments").mkdir(parents=True)
+        for path in project_home().iterdir():
+            if path.name != "deployments":
+                (home / path.name).symlink_to(path)
+        for path in (project_home() / "deployments").iterdir():
+            if path.name != "smoke.yaml":
+                (home / "deployments" / path.name).symlink_to(path)
+        profile = {name: value for name, value in self.given.items() if name != "profile"}
+        (home / "deployments" / "smoke.yaml").write_text(json.dumps(profile))  # which is YAML too
+        return home
 
     def post(self, path: str, body: Any) -> Any:
         answer = self._client._client.post(path, json=body)
@@ -37,11 +58,18 @@ class Watched:
 
     def runs(self, flow: str) -> list[dict[str, Any]]:
         """Runs of a flow that are about this folder, oldest first."""
-        found = self.post(
-            "/flow_runs/filter", {"flows": {"name": {"any_": [flow]}}, "sort": "EXPECTED_START_TIME_ASC"}
-        )
         root = str(self.folder / "root")
-        return [run for run in found if run["parameters"].get("config", {}).get("root") == root]
+
+        def is_ours(run: dict[str, Any]) -> bool:
+            given = run["parameters"].get("config", {})
+            by_event = given == {"profile": "smoke"} and flow == "watch" and run["id"] not in self._before
+            return given.get("root") == root or (by_event and run["parameters"].get("first") == "start")
+
+        return [run for run in self._all(flow) if is_ours(run)]
+
+    def _all(self, flow: str) -> list[dict[str, Any]]:
+        asked = {"flows": {"name": {"any_": [flow]}}, "sort": "EXPECTED_START_TIME_ASC"}
+        return cast(list[dict[str, Any]], self.post("/flow_runs/filter", asked))
 
     def looks(self) -> list[str]:
         """States in which the watch's runs have ended."""
@@ -63,7 +91,8 @@ class Watched:
             "occurred": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "event": "draftsmith.verifier.published",
             "resource": {"prefect.resource.id": "draftsmith.verifier.test"},
-            "payload": {"config": self.given},
+            # Only the profile is taken.
+            "payload": {"config": {"profile": "smoke", "root": str(self.folder / "elsewhere")}},
         }
         self.post("/events", [event])
 
@@ -88,9 +117,15 @@ class Watched:
 
 
 @pytest.fixture
-def watched(prefect_stack: PrefectStack, tmp_path: Path) -> Watched:
-    prefect_stack.start_worker("light", pool="light-pool")
-    return Watched(prefect_stack, tmp_path)
+def watched(prefect_stack: PrefectStack, tmp_path: Path) -> Iterator[Watched]:
+    found = Watched(prefect_stack, tmp_path)
+    deployment = prefect_stack.client.read_deployment_by_name("watch/watch")
+    schedules = f"/deployments/{deployment.id}/schedules"
+    for hourly in deployment.schedules:  # a look of the hour would be at our profile too
+        prefect_stack.client._client.delete(f"{schedules}/{hourly.id}").raise_for_status()
+    prefect_stack.start_worker("light", pool="light-pool", environment={"DRAFTSMITH_HOME": str(found.home)})
+    yield found
+    found.post(schedules, [hourly.model_dump(mode="json", include=KEPT) for hourly in deployment.schedules])
 
 
 def test_the_schedule_starts_one_run_for_a_change_and_none_without(
