@@ -18,7 +18,7 @@ from infra.manifest import Shard, StageRef
 NEW, OLD = "0" * 16, "0123456789abcdef"
 
 
-def drafts(references: list[str], rival: str | None = None, root: str = "/root") -> Any:
+def drafts(references: list[str], rival: str | None = None, root: str = "/store") -> Any:
     return other_drafts(EvaluateConfig(drafts=tuple(references)), root, NEW, rival)
 
 
@@ -32,11 +32,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_promoted_one_and_others_are_told_apart_by_their_labels() -> None:
-    assert new_draft("/root", NEW).label == "eagle3"
+    assert new_draft("/store", NEW).label == "eagle3"
     promoted, other = drafts(["promoted", OLD], rival="f" * 16)
     assert (promoted.label, promoted.key) == ("eagle3 promoted", "f" * 16)
     assert (other.label, other.key) == ("eagle3 01234567", OLD)
-    assert other.uri == f"/root/drafts/{OLD}/export"
+    assert other.uri == f"/store/drafts/{OLD}/export"
     assert other.portable == f"drafts/{OLD}/export"
     assert draft_revisions([other]) == {"draft/eagle3 01234567": OLD}
 
@@ -49,7 +49,7 @@ def test_none_is_measured_twice_nor_the_new_one_against_itself() -> None:
 
 def test_without_a_promoted_one_the_report_says_so() -> None:
     config = EvaluateConfig(drafts=("promoted",))
-    assert other_drafts(config, "/root", NEW, None) == []
+    assert other_drafts(config, "/store", NEW, None) == []
     assert [note.kind for note in rival_notes(config, None)] == ["no_promoted"]
     assert rival_notes(config, OLD) == rival_notes(EvaluateConfig(), None) == []
 

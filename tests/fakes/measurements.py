@@ -11,7 +11,7 @@ from infra.evaluation_results import result_rows
 from infra.vllm_metrics import RequestFigures, SpeculationCounters
 
 DRAFT = Draft(
-    "eagle3", "0123456789abcdef", "/root/drafts/0123456789abcdef/export", "drafts/0123456789abcdef/export"
+    "eagle3", "0123456789abcdef", "/store/drafts/0123456789abcdef/export", "drafts/0123456789abcdef/export"
 )
 WAYS = {"none": Way("none"), "ngram": Way("ngram", 3), "eagle3": Way("eagle3", 3, DRAFT)}
 FLAGS = {"none": "--model verifier", "ngram k=3": "--model verifier --x", "eagle3 k=3": "--model verifier --y"}
