@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -52,3 +52,19 @@ def use_server(server: LocalS3, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
+
+
+REPORT_LINES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def report_line(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Add a line to the table at the end of the test run."""
+    return request.config.stash.setdefault(REPORT_LINES, []).append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if lines := config.stash.get(REPORT_LINES, []):
+        terminalreporter.section("what was killed, lost and recovered")
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infra import manifest
+from infra import guard, manifest
+from infra.guard import descendants
 from infra.training import checkpoint, checkpoint_files
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.launch import torchrun_command
@@ -68,14 +70,44 @@ def elsewhere(spec: TrainSpec, folder: Path, name: str, **changes: Any) -> Train
     return spec.model_copy(update={**moved, **changes})
 
 
-def kill_at(process: subprocess.Popen[str], step: int, number: signal.Signals) -> None:
+def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         found = parse(line)
         if found and found.get("step", 0) >= step:
-            process.send_signal(number)
             return
     raise AssertionError(f"the trainer ended before step {step}")
+
+
+def kill_at(process: subprocess.Popen[str], step: int, number: signal.Signals) -> None:
+    wait_for_step(process, step)
+    process.send_signal(number)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+    """Rank -> pid; without a launcher it is the process itself."""
+    found = {}
+    for pid in [process.pid, *descendants(process.pid)]:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"infra.training" in words and b"torch.distributed.run" not in words:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found[next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), 0)] = pid
+    return found
+
+
+def kill(process: subprocess.Popen[str], victim: str) -> None:
+    """SIGKILL to one rank (`rank N`), or to the launcher and all that is below it at once (`node`)."""
+    if victim == "node":
+        pids = [process.pid, *descendants(process.pid)]
+    else:
+        pids = [ranks_of(process)[int(victim.removeprefix("rank "))]]
+    for pid in pids:
+        guard.send(pid, signal.SIGKILL)
+
+
+def newest_step(spec: TrainSpec) -> int:
+    kept = checkpoint_files.find(spec.draft_uri)
+    return kept[0].step if kept else 0
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +133,45 @@ def test_it_learns_and_logs(undisturbed: tuple[Path, TrainSpec]) -> None:
     assert [ref.step for ref in kept] == [60, 56]
 
 
+@pytest.fixture(scope="module")
+def undisturbed_pair(undisturbed: tuple[Path, TrainSpec]) -> TrainSpec:
+    """What two gloo ranks make of the same data."""
+    folder, original = undisturbed
+    spec = elsewhere(original, folder, "pair", train=CONFIG.model_copy(update={"global_batch": 2}))
+    lines = finish(start(spec, folder, "pair", ranks=2))
+    assert lines[-1]["exit"] == 0, lines[-1]["stderr"]
+    return spec
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(10, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_and_resumed_under_new_leases_it_is_bit_for_bit_the_same(
     undisturbed: tuple[Path, TrainSpec],
+    undisturbed_pair: TrainSpec,
+    ranks: int,
+    times: int,
+    report_line: Callable[[str], None],
 ) -> None:
-    folder, original = undisturbed
-    spec = elsewhere(original, folder, "killed")
-    steps = sorted(random.sample(range(16, 56), 2))
+    folder, original = undisturbed[0], undisturbed[1] if ranks == 1 else undisturbed_pair
+    name = f"killed-{ranks}-{times}"
+    spec = elsewhere(original, folder, name)
+    draw = random.Random()
+    steps = sorted(draw.sample(range(4, 30), times // 2) + draw.sample(range(30, 52), times - times // 2))
+    died, resumed_from = list[str](), list[int]()
     for lease_epoch, step in enumerate(steps, start=1):
-        process = start(spec.model_copy(update={"lease_epoch": lease_epoch}), folder, "killed")
-        kill_at(process, step, signal.SIGKILL)
-        process.wait()
-    lines = finish(start(spec.model_copy(update={"lease_epoch": 9}), folder, "killed"))
-    assert lines[-1]["exit"] == 0, lines[-1]["stderr"]
-    assert 0 < lines[0]["from_step"] <= steps[-1] + 2, steps
-    assert series(spec) == series(original), steps
-    assert weights(spec) == weights(original), steps
+        process = start(spec.model_copy(update={"lease_epoch": lease_epoch}), folder, name, ranks)
+        wait_for_step(process, step)
+        died.append(draw.choice(["node", *(f"rank {rank}" for rank in range(ranks))]))
+        kill(process, died[-1])
+        process.communicate(timeout=120)
+        resumed_from.append(newest_step(spec))
+    lines = finish(start(spec.model_copy(update={"lease_epoch": times + 1}), folder, name, ranks))
+    what = f"ranks={ranks} steps={steps} died={died} resumed_from={resumed_from}"
+    assert lines[-1]["exit"] == 0, f"{what}\n{lines[-1]['stderr']}"
+    assert lines[0].get("from_step", 0) == resumed_from[-1] > 0, what
+    assert series(spec) == series(original), what
+    assert weights(spec) == weights(original), what
+    report_line(f"kill: victim='trainer' times={times} {what}")
 
 
 def test_sigterm_saves_and_asks_to_be_resumed(undisturbed: tuple[Path, TrainSpec]) -> None:

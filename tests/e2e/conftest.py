@@ -238,19 +238,3 @@ def prefect_stack(prefect_session: PrefectStack) -> Iterator[PrefectStack]:
         yield prefect_session
     finally:
         prefect_session.stop_workers()
-
-
-REPORT_LINES = pytest.StashKey[list[str]]()
-
-
-@pytest.fixture
-def report_line(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Add a line to the table at the end of the test run."""
-    return request.config.stash.setdefault(REPORT_LINES, []).append
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if lines := config.stash.get(REPORT_LINES, []):
-        terminalreporter.section("what was killed, lost and recovered")
-        for line in lines:
-            terminalreporter.write_line(line)

@@ -84,15 +84,26 @@ def serves(run: Run, program: str) -> Callable[[], bool]:
     return lambda: any(program in name for name in run.processes().values())
 
 
+def processes_with(run: Run, programs: tuple[str, ...]) -> dict[int, str]:
+    """The run's processes, as soon as one of each program is among them: a server may just be starting anew."""
+    found: dict[int, str] = {}
+
+    def all_there() -> bool:
+        found.clear()
+        found.update(run.processes())
+        return all(any(program in name for name in found.values()) for program in programs)
+
+    run.wait_until(all_there, f"{' and '.join(programs)} among its processes", REACH_SECONDS)
+    return found
+
+
 def cancel_and_see_it_end(run: Run, programs: tuple[str, ...]) -> None:
     """Cancel, and find the run Cancelled and everything that it had started gone within a minute.
 
     Args:
         programs: parts of command lines that must be among its processes, or the test looks at too little.
     """
-    before, ports = run.processes(), run.ports()
-    for program in programs:
-        assert any(program in name for name in before.values()), f"no {program} among {sorted(before.values())}"
+    before, ports = processes_with(run, programs), run.ports()
     run.cancel()
     cancelled = time.monotonic()
     left = left_alive(before, END_SECONDS)

@@ -25,7 +25,7 @@ from flows.resolve import resolve
 from infra import storage
 from infra.local_s3 import LocalS3
 from infra.manifest import StageRef, read_manifest, read_records
-from infra.schemas import STAGES
+from infra.schemas import STAGES, STATUS_OK, STATUS_TRUNCATED
 from infra.tables import read_table
 from infra.verify import verify
 from tests.e2e.conftest import CommandRun, Commands, Finished, tiny_config
@@ -336,7 +336,12 @@ def check(root: CaseRoot, finished: Finished, before: dict[str, storage.ObjectIn
     ours, theirs = root.stage, finished.stages[root.stage_name]
     if root.stage_name == "prompts":
         assert rows(ours) == rows(theirs)
-    elif root.stage_name in ("responses", "hidden_states"):
+    elif root.stage_name == "responses":
+        # Other neighbours in a batch change bf16 sums, and with them where a greedy answer ends.
+        said = [[row["sample_id"] for row in rows(stage)] for stage in (ours, theirs)]
+        assert said[0] == said[1]
+        assert {row["status"] for row in rows(ours)} <= {STATUS_OK, STATUS_TRUNCATED}
+    elif root.stage_name == "hidden_states":
         said = [[(row["sample_id"], row["status"]) for row in rows(stage)] for stage in (ours, theirs)]
         assert said[0] == said[1]
         pairs = [
