@@ -74,6 +74,7 @@ def test_datasets_and_drafts_are_known_by_their_content(tree: dict[str, Any], tm
 def promoted(draft: str) -> dict[str, Any]:
     return dict.fromkeys(Promotion.__dataclass_fields__, "") | {
         "draft": draft,
+        "evaluation": "e" * 16,
         "num_speculative_tokens": 3,
         "reasons": [],
         "figures": [],

@@ -68,7 +68,7 @@ def test_several_nodes_find_one_another() -> None:
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=29500"} < set(command)
     assert {"--nproc-per-node=8", "--max-restarts=3"} < set(command)
     assert command[-3:] == ["-m", "infra.training", "s3://bucket/spec.json"]
-    alone = torchrun_command(TrainConfig(num_ranks=8), "/private/spec.json")
+    alone = torchrun_command(TrainConfig(num_ranks=8, global_batch=8), "/private/spec.json")
     assert {"--rdzv-conf=store_type=file", "--rdzv-endpoint=/private/spec.json.rendezvous"} < set(alone)
     with pytest.raises(InputError, match="rendezvous_endpoint"):
         torchrun_command(config.model_copy(update={"rendezvous_endpoint": "first"}), "spec.json")
