@@ -114,7 +114,7 @@ def _costs(
 ) -> dict[str, Callable[[], str]]:
     """What each stage costs: upper bounds from the config and the prompts alone, but for states already begun."""
     samples, heldout = len(prompts.train), len(prompts.heldout)
-    left_out = left_out_said(config.prompts, prompts.dropped, lengths=False)
+    left_out = left_out_said(config.prompts, prompts.dropped, prompts.first_dropped, lengths=False)
     kept = "" if salvage is None else f"; {salvage}"
     longest = config.generate.max_tokens
     measured = num_measured_requests(config)

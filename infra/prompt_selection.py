@@ -48,25 +48,28 @@ class Selection:
     _identities: set[str] = field(default_factory=set)
     """What no other prompt may equal."""
 
-    def take(self, source: PromptSource, entries: Iterable[Entry]) -> tuple[int, dict[str, int]]:
+    def take(self, source: PromptSource, entries: Iterable[Entry]) -> tuple[int, dict[str, int], dict[str, int]]:
         """Take what is usable of one source.
 
         Returns:
-            How many prompts were taken, and how many rows were dropped, by reason.
+            How many prompts were taken; by reason, how many rows were dropped, and which was the first of them
+            (from 1, empty lines not counted).
         """
         found: dict[str, tuple[Prompt, str]] = {}  # with their identities
         drawn: list[tuple[int, str]] = []  # a heap, the last of the draw on top
         seen: set[str] = set()
         numbers: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
+        first: dict[str, int] = {}
         num_usable = 0
-        for entry in entries:
+        for row, entry in enumerate(entries, start=1):
             if num_usable == source.limit:
                 break
             try:
                 place, prompt, identity = self._checked(source, entry, seen, numbers)
             except UnusableRow as reason:
                 dropped[str(reason)] += 1
+                first.setdefault(str(reason), row)
                 continue
             num_usable += 1
             found[place] = prompt, identity
@@ -78,7 +81,7 @@ class Selection:
                     dropped["not_sampled"] += 1
         self.prompts |= {place: prompt for place, (prompt, _) in found.items()}
         self._identities |= {identity for _, identity in found.values()}
-        return len(found), dict(sorted(dropped.items()))
+        return len(found), dict(sorted(dropped.items())), first
 
     def _checked(
         self, source: PromptSource, entry: Entry, seen: set[str], numbers: Counter[str]

@@ -53,12 +53,14 @@ class PromptSet:
         train: rows of the train prompts, the samples of one prompt side by side.
         heldout: one row for each heldout prompt.
         dropped: rows that could not be used: data set -> reason -> count. For the manifest.
+        first_dropped: data set -> reason -> the first such row, from 1, empty lines not counted.
         revisions: what `dataset_revisions` gives, of the very bytes that were read.
     """
 
     train: list[Row]
     heldout: list[Row]
     dropped: dict[str, dict[str, int]]
+    first_dropped: dict[str, dict[str, int]]
     revisions: dict[str, str]
 
 
@@ -87,15 +89,17 @@ def load_prompts(config: PromptsConfig, count_tokens: CountTokens | None = None)
     """
     selection = Selection(config, count_tokens)
     dropped: dict[str, dict[str, int]] = {}
+    first_dropped: dict[str, dict[str, int]] = {}
     revisions: dict[str, str] = {}
     for index, source in enumerate(config.sources):
         opened = _open(config, index)
         with closing(opened.entries) as entries:
-            num_taken, counts = selection.take(source, entries)
+            num_taken, counts, first = selection.take(source, entries)
         if not num_taken:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items()) or "it is empty"
+            reasons = ", ".join(_reasons_said(counts, {})) or "it is empty"
             raise InputError(_field(config, index), f"{source.dataset} holds no usable prompt ({reasons})")
-        dropped[source.dataset], revisions[source.dataset] = counts, opened.revision
+        dropped[source.dataset], first_dropped[source.dataset] = counts, first
+        revisions[source.dataset] = opened.revision
     prompts = selection.prompts
     order = sorted(prompts)
     num_heldout = _num_heldout(config, order)
@@ -103,25 +107,41 @@ def load_prompts(config: PromptsConfig, count_tokens: CountTokens | None = None)
         train=[row for place in order[num_heldout:] for row in _rows(config, prompts[place], TRAIN)],
         heldout=[row for place in order[:num_heldout] for row in _rows(config, prompts[place], HELDOUT)],
         dropped=dropped,
+        first_dropped=first_dropped,
         revisions=revisions,
     )
 
 
-def left_out_said(config: PromptsConfig, dropped: Mapping[str, Mapping[str, int]], *, lengths: bool) -> str:
+def left_out_said(
+    config: PromptsConfig,
+    dropped: Mapping[str, Mapping[str, int]],
+    first_dropped: Mapping[str, Mapping[str, int]] | None = None,
+    *,
+    lengths: bool,
+) -> str:
     """What of each data set is not taken, and why, to be put behind the counts of what is; empty where all is.
 
     Args:
-        dropped: of a PromptSet.
+        dropped, first_dropped: of a PromptSet.
         lengths: whether it was made with `count_tokens`.
     """
     said = []
     for source in config.sources:
-        why = [f"{count} {reason}" for reason, count in dropped.get(source.dataset, {}).items()]
+        why = _reasons_said(dropped.get(source.dataset, {}), (first_dropped or {}).get(source.dataset, {}))
         why += [] if source.limit is None else [f"whatever follows the first {source.limit} (limit)"]
-        why += ["nothing by its length yet"] if source.counts_tokens and not lengths else []
+        why += ["those too long are counted when it runs"] if source.counts_tokens and not lengths else []
         if why:
             said.append(f"of {source.dataset}: {', '.join(why)}")
     return f"; not taken {'; '.join(said)}" if said else ""
+
+
+def _reasons_said(counts: Mapping[str, int], first: Mapping[str, int]) -> list[str]:
+    """`2 wrong_type (the first in row 5)` and its like."""
+    return [
+        f"{count} {reason}"
+        + (f" ({'the first in ' if count > 1 else ''}row {first[reason]})" if reason in first else "")
+        for reason, count in counts.items()
+    ]
 
 
 def cut_shards(prompts: PromptSet, shard_size: int) -> list[tuple[str, list[Row]]]:

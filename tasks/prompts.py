@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from infra import manifest
 from infra.errors import InputError
 from infra.manifest import Shard, StageRef
 from infra.prompt_filters import token_counter
-from infra.prompts import PromptsConfig, cut_shards, load_prompts, to_parquet
+from infra.prompts import PromptsConfig, cut_shards, left_out_said, load_prompts, to_parquet
 from infra.schemas import STATUS_OK
 from infra.verifier import VerifierConfig
 from tasks.policy import in_thread, retried_task
+
+logger = logging.getLogger("draftsmith.prompts")
 
 
 @retried_task(name="write-prompts", run_name="write prompts {stage.key}", timeout_seconds=6 * 3600)
@@ -32,6 +35,8 @@ def write_prompts(stage: StageRef, config: PromptsConfig, verifier: VerifierConf
     for dataset, revision in prompts.revisions.items():
         if (planned := stage.content["revisions"][dataset]) != revision:
             raise InputError("prompts.sources", f"{dataset} was {planned} and is now {revision}; run again")
+    samples = f"{len(prompts.train)} train samples and {len(prompts.heldout)} heldout prompts"
+    logger.info("Read %s%s.", samples, left_out_said(config, prompts.dropped, prompts.first_dropped, lengths=True))
     cut = cut_shards(prompts, config.shard_size)
     plan = [Shard(f"{index:05d}", extra={"split": split}) for index, (split, _) in enumerate(cut)]
     manifest.write_plan(stage, plan)

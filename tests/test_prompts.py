@@ -97,10 +97,13 @@ def test_what_was_not_taken_is_told_by_data_set_and_reason(tmp_path: Path) -> No
     rows = [{"prompt": "a"}, {"prompt": "a"}, {"prompt": 3}, {"prompt": "b"}, {"prompt": "c"}]
     one, two = write_jsonl(tmp_path / "one.jsonl", rows), write_jsonl(tmp_path / "two.jsonl", [{"prompt": "d"}])
     asked = config({"file": str(one), "limit": 2}, {"file": str(two), "max_prompt_tokens": 9}, heldout_prompts=0)
-    assert left_out_said(asked, load_prompts(asked).dropped, lengths=False) == (
-        "; not taken of one: 1 duplicate, 1 wrong_type, whatever follows the first 2 (limit); "
-        "of two: nothing by its length yet"
+    read = load_prompts(asked)
+    assert left_out_said(asked, read.dropped, read.first_dropped, lengths=False) == (
+        "; not taken of one: 1 duplicate (row 2), 1 wrong_type (row 3), whatever follows the first 2 (limit); "
+        "of two: those too long are counted when it runs"
     )
+    many = {"one": {"empty": 3}}, {"one": {"empty": 7}}
+    assert "of one: 3 empty (the first in row 7), whatever" in left_out_said(asked, *many, lengths=True)
     assert left_out_said(asked, {"one": {}, "two": {"too_long": 4}}, lengths=True) == (
         "; not taken of one: whatever follows the first 2 (limit); of two: 4 too_long"
     )
@@ -223,7 +226,7 @@ def test_shards_hold_one_split_each_train_first(tmp_path: Path) -> None:
         ("heldout", 5),
     ]
     assert [row for _, rows in shards for row in rows] == prompts.train + prompts.heldout
-    assert cut_shards(PromptSet([], [], {}, {}), 8) == []
+    assert cut_shards(PromptSet([], [], {}, {}, {}), 8) == []
 
 
 def test_parquet_has_the_schema_even_without_rows(tmp_path: Path) -> None:

@@ -54,6 +54,18 @@ async def test_prompts_are_counted_where_their_length_decides(
     assert asked == [verifier]
 
 
+async def test_what_is_not_taken_is_logged_with_its_first_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = PromptsConfig.model_validate(
+        {"sources": [{"file": write(tmp_path / "q.jsonl", "a", "b", "")}], "heldout_prompts": 1}
+    )
+    with caplog.at_level("INFO", logger="draftsmith"):
+        await task.write_prompts.fn(stage_of(tmp_path / "root", config), config, VerifierConfig())
+    said = "Read 1 train samples and 1 heldout prompts; not taken of q: 1 empty (row 3)."
+    assert said in caplog.messages
+
+
 async def test_a_source_that_is_not_what_the_key_says_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "q.jsonl", "a", "b")
     config = PromptsConfig.model_validate({"sources": [{"file": file}], "heldout_prompts": 0})
