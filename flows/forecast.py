@@ -12,13 +12,22 @@ from flows.generate import planned_salvage
 from flows.interchange import import_costs
 from flows.resolve import resolve
 from infra import manifest, storage
-from infra.extraction_budget import EXPECTED_RATIO, Budget, Measured, raw_bytes_per_token, readable, room_said
+from infra.extraction_budget import (
+    EXPECTED_RATIO,
+    Budget,
+    Measured,
+    lasting,
+    raw_bytes_per_token,
+    readable,
+    room_said,
+)
 from infra.extraction_config import resolve_layer_ids
 from infra.manifest import StageRef, StageState
 from infra.prompts import PromptSet, left_out_said, load_prompts
 from infra.salvage import Salvage
 from infra.schemas import STATUS_FAILED
 from infra.start_draft import START
+from infra.training import checkpoint_files
 from infra.verifier import resolve_shape
 
 
@@ -65,6 +74,8 @@ def forecast(config: PipelineConfig) -> list[dict[str, Any]]:
         else:
             will = "resume" if state.records else "make"
             done = f"{len(state.records)} of {len(state.plan)} shards are done; " if state.plan else ""
+            if name == "drafts" and (checkpoints := checkpoint_files.find(stage.uri)):  # its shards come at the end
+                will, done = "resume", f"from the checkpoint of step {checkpoints[0].step:,}; "
             detail = done + costs[name]()
             estimate = None if name in imported else asdict(estimator.estimate(name))
         stale = stale or will != "reuse"
@@ -95,7 +106,7 @@ def total_said(estimates: Iterable[Mapping[str, Any] | None], currency: str) -> 
 
 
 def hours_said(hours: float, cost: float | None, currency: str) -> str:
-    return f"{hours:.1f} hours" + ("" if cost is None else f", {cost:,.2f} {currency}")
+    return lasting(hours) + ("" if cost is None else f", {cost:,.2f} {currency}")
 
 
 def _reuse_detail(state: StageState) -> str:

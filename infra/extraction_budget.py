@@ -165,7 +165,7 @@ class Budget:
             f"{self.tokens_left:,} of {self.tokens_done + self.tokens_left:,} tokens left, "
             f"{self.bytes_per_token:,.0f} bytes each as {self.encoding}: {readable(self.bytes_left)} of "
             f"{readable(total_bytes)}; {self.tokens_per_second:,.0f} tokens/s{engines}: "
-            f"{self.tokens_left / self.tokens_per_second / 3600:.1f} hours; {room_said(self.room_bytes)}"
+            f"{lasting(self.tokens_left / self.tokens_per_second / 3600)}; {room_said(self.room_bytes)}"
         )
 
     def require_room(self, stage: StageRef) -> None:
@@ -185,6 +185,11 @@ def room_said(room_bytes: int | None) -> str:
 def raw_bytes_per_token(num_layers: int, hidden_size: int) -> int:
     """Bytes of one token's states in bf16."""
     return num_layers * hidden_size * BF16_BYTES
+
+
+def lasting(hours: float) -> str:
+    """A time for a person: `2.5 hours`, `40 min`."""
+    return f"{hours:.1f} hours" if hours >= 1 else f"{math.ceil(hours * 60)} min"
 
 
 def readable(size_bytes: float) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from flows.config import PipelineConfig
 from flows.estimates import Estimate, Estimator, amount_made
-from flows.forecast import estimate_said, total_said
+from flows.forecast import estimate_said, forecast, hours_said, total_said
 from flows.resolve import resolve
 from infra import manifest, storage
 from infra.effort import Effort, token_counts
@@ -97,6 +97,16 @@ def test_what_is_made_already_is_not_counted_and_tells_the_rest(tree: dict[str, 
     assert amount_made(config, resolve(config), "responses", [], resumed=False) is None
 
 
+def test_a_draft_in_training_says_from_which_step_it_goes_on(tree: dict[str, Any]) -> None:
+    config = PipelineConfig.model_validate(tree)
+    drafts = resolve(config)["drafts"]
+    manifest.write_plan(drafts, [Shard("00000")])
+    storage.put(storage.join(drafts.uri, "checkpoints", "1", "step-00000036", "COMMITTED.json"), b"{}")
+    row = next(row for row in forecast(config) if row["stage"] == "drafts")
+    assert row["will"] == "resume"
+    assert row["detail"].startswith("from the checkpoint of step 36; ")
+
+
 def test_a_person_reads_what_is_a_guess(tree: dict[str, Any]) -> None:
     from dataclasses import asdict
 
@@ -105,6 +115,7 @@ def test_a_person_reads_what_is_a_guess(tree: dict[str, Any]) -> None:
     measured = asdict(estimate(tree, "responses"))
     assert estimate_said(guessed, "EUR").startswith("; a guess: 2,000 tokens, ")
     assert estimate_said({**measured, "hours": 1.25, "cost": 1234.5}, "EUR").endswith("1.2 hours, 1,234.50 EUR")
+    assert hours_said(0.3, None, "EUR") == "18 min"
     assert estimate_said(None, "EUR") == ""
     both = {"hours": 2.0, "cost": 20.0}
     assert total_said([None, {**guessed, **both}, {**measured, **both}], "EUR") == (

@@ -102,7 +102,7 @@ async def test_the_first_shard_states_the_budget_once(
     assert len(said) == 1
     assert "3,000 of 4,000 tokens left, " in said[0]
     assert "bytes each as bf16_split: " in said[0]
-    assert "500 tokens/s: 0.0 hours; 1.0 TB are free" in said[0]
+    assert "500 tokens/s: 1 min; 1.0 TB are free" in said[0]
 
 
 async def test_a_root_without_room_is_refused_after_the_first_shard_and_at_once_the_next_time(

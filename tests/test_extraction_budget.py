@@ -44,7 +44,7 @@ def test_what_is_left_follows_from_the_size_of_the_responses() -> None:
     found = budget(10**12)
     assert (found.tokens_left, found.bytes_per_token, found.tokens_per_second) == (9000, 4100.0, 500.0)
     assert str(found) == (
-        "9,000 of 10,000 tokens left, 4,100 bytes each as bf16_split: 36.9 MB of 41 MB; 500 tokens/s: 0.0 hours; "
+        "9,000 of 10,000 tokens left, 4,100 bytes each as bf16_split: 36.9 MB of 41 MB; 500 tokens/s: 1 min; "
         "1.0 TB are free"
     )
     found.require_room(STAGE)
