@@ -131,3 +131,16 @@ def test_errors_that_say_all_are_logged_without_a_traceback(
     finally:
         logger.removeHandler(caplog.handler)
     assert ("Traceback" in caplog.text) == shown
+
+
+def test_what_an_interrupt_ends_is_not_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    show_plain_errors()
+    logger = logging.getLogger("prefect.task_runs")
+    logger.addHandler(caplog.handler)
+    try:
+        logger.error("Crash detected! Execution was cancelled by the runtime environment.")
+        logger.error("Crash detected! Something else.")
+    finally:
+        logger.removeHandler(caplog.handler)
+    levels = {record.getMessage().split("! ")[1]: record.levelname for record in caplog.records}
+    assert levels == {"Execution was cancelled by the runtime environment.": "INFO", "Something else.": "ERROR"}
