@@ -10,6 +10,7 @@ from pathlib import Path
 NEWS_SECONDS = 10.0  # least time between two pieces of news, and how often the log is read
 SAME_NEWS_SECONDS = 60.0  # after this long the same is said again, so that a person sees it is still watched
 MAX_READ_BYTES = 262_144
+MAX_SAID_CHARACTERS = 160
 
 # Each line's own words, and ours. vLLM redraws its bars with a carriage return.
 _MILESTONES = (
@@ -22,6 +23,8 @@ _MILESTONES = (
     (re.compile(r"Capturing CUDA graphs?[^\r\n]*?:\s+(\d+)%"), "CUDA graphs: {0} %"),
     (re.compile(r"init engine [^\r\n]*? took (\S+) s"), "the engine is up ({0} s), the API comes"),
 )
+# `(APIServer pid=1) INFO 11-29 21:22:32 [model.py:733] Resolved architecture: …`
+_INFORMATION = re.compile(r"\bINFO (?:[\d :-]*\[[^\]\r\n]*\] )?([^\r\n]+)")
 
 
 def load_milestone(log_text: str) -> str | None:
@@ -32,6 +35,15 @@ def load_milestone(log_text: str) -> str | None:
             if latest is None or found.start() > latest[0]:
                 latest = found.start(), words.format(*found.groups())
     return latest[1] if latest else None
+
+
+def last_information(log_text: str) -> str:
+    """The last thing that vLLM says for a reader, without its prefix: no warning of how it is built, no traceback.
+
+    Empty where it says nothing of the kind.
+    """
+    found = _INFORMATION.findall(log_text)
+    return str(found[-1])[:MAX_SAID_CHARACTERS] if found else ""
 
 
 class LoadReport:
@@ -55,7 +67,7 @@ class LoadReport:
             return None
         self._looked_at = now
         text = self._log_text()
-        said = load_milestone(text) or f"it says: {' '.join(text.split()[-30:]) or 'nothing'}"
+        said = load_milestone(text) or f"it says: {last_information(text) or 'nothing'}"
         if said == self._said and now - self._said_at < SAME_NEWS_SECONDS:
             return None
         self._said, self._said_at = said, now

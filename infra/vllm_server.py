@@ -196,8 +196,8 @@ class VllmServer:
                 raise self.failure(f"was not ready after {limit_seconds:.0f} s (vllm.startup_timeout_seconds)")
             if (news := loading.news()) is not None:
                 logger.info(
-                    "vLLM for %s is starting, %.0f s of at most %.0f s: %s",
-                    *(self.served_name, waited_seconds, limit_seconds, news),
+                    "%s is starting, %.0f s of at most %.0f s: %s",
+                    *(self.log_path.stem, waited_seconds, limit_seconds, news),
                 )
             await asyncio.sleep(POLL_SECONDS)
         logger.info(

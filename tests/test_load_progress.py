@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infra.load_progress import load_milestone
+from infra.load_progress import last_information, load_milestone
 
 # vLLM 0.32 on one GPU or several, shortened; a bar is redrawn with a carriage return.
 LOG = [
@@ -51,3 +51,18 @@ LOG = [
 def test_the_latest_milestone_counts(number: int) -> None:
     text = "".join(line for line, _ in LOG[: number + 1])
     assert load_milestone(text) == LOG[number][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", ""),
+        (LOG[0][0], "Resolved architecture: LlamaForCausalLM"),
+        (
+            LOG[0][0] + "(APIServer pid=1) WARNING 11-29 [vllm.py:725] Model Runner V2 requires Triton\n  File x",
+            "Resolved architecture: LlamaForCausalLM",
+        ),
+    ],
+)
+def test_before_the_first_it_is_the_last_information_alone(text: str, said: str) -> None:
+    assert last_information(text) == said

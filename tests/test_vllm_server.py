@@ -165,7 +165,7 @@ async def test_not_ready_in_time(
         async with server_of(tmp_path, token, start=start, startup_timeout_seconds=2.5):
             pass
     assert living(token) == []
-    assert "s of at most 2 s: it says: INFO loading" in caplog.text
+    assert "s of at most 2 s: it says: loading" in caplog.text
     assert caplog.text.count("s of at most 2 s: weights: 40 % (2 of 5)") == 1, "what is not new is not repeated"
     assert "40% Completed" in str(caught.value)
 
