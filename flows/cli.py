@@ -212,6 +212,12 @@ def _automations(options: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
+def _uri(given: str) -> str:
+    if given.endswith((".yaml", ".yml")):
+        raise argparse.ArgumentTypeError(f"{given} is a config; give the artifact root that it names (`root:`)")
+    return given
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="draftsmith", description="Train EAGLE-3 draft models for models served by vLLM."
@@ -251,12 +257,12 @@ def _parser() -> argparse.ArgumentParser:
         "runs that crash twice, and promotions",
     )
     verify = add("verify", _verify, "reread every shard and compare it with its record")
-    verify.add_argument("uri", help="an artifact root, or one stage's folder below it")
+    verify.add_argument("uri", type=_uri, help="an artifact root, or one stage's folder below it")
     serve = add("serve-command", _serve_command, "print the vLLM command that serves the promoted speculator")
-    serve.add_argument("uri", help="an artifact root, or any draft's export: ROOT/drafts/KEY/export")
+    serve.add_argument("uri", type=_uri, help="an artifact root, or any draft's export: ROOT/drafts/KEY/export")
     serve.add_argument("--verifier", metavar="NAME", help="which one, where a root has speculators of several")
     gc = add("gc", _gc, "list what of a root nobody needs any more, and remove it when told so")
-    gc.add_argument("uri", metavar="root", help="an artifact root")
+    gc.add_argument("uri", type=_uri, metavar="root", help="an artifact root")
     gc.add_argument("--delete", action="store_true", help="remove what is listed; without it nothing changes")
     gc.add_argument("--complete-stages", action="store_true", help="also complete stages that no run refers to")
     return parser

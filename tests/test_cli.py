@@ -252,3 +252,11 @@ def test_run_imports_no_prefect_before_there_is_a_server(tmp_path: Path) -> None
     argv = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, cwd=project_home())
     assert done.stderr.splitlines()[-1] == "prefect imported: False"
+
+
+@pytest.mark.parametrize("command", ["verify", "serve-command", "gc"])
+def test_a_config_in_place_of_a_root_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "deployments/smoke.yaml"])
+    assert ended.value.code == 2
+    assert "deployments/smoke.yaml is a config; give the artifact root" in capsys.readouterr().err
