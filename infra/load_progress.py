@@ -1,4 +1,4 @@
-"""How far a starting vLLM server has come, read from what it logs (vLLM 0.24 to 0.32)."""
+"""How far a starting vLLM server has come, or why it will not, read from what it logs (vLLM 0.24 to 0.32)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ _MILESTONES = (
 )
 # `(APIServer pid=1) INFO 11-29 21:22:32 [model.py:733] Resolved architecture: …`
 _INFORMATION = re.compile(r"\bINFO (?:[\d :-]*\[[^\]\r\n]*\] )?([^\r\n]+)")
+# Pydantic's, over two lines or more, each perhaps behind the name of its process.
+_REFUSAL = re.compile(
+    r"validation errors? for \w+\s.*?(?:Value error|Assertion failed), (?P<why>.*?)\s*\[type=", re.DOTALL
+)
 
 
 def load_milestone(log_text: str) -> str | None:
@@ -44,6 +48,12 @@ def last_information(log_text: str) -> str:
     """
     found = _INFORMATION.findall(log_text)
     return str(found[-1])[:MAX_SAID_CHARACTERS] if found else ""
+
+
+def refusal(log_text: str) -> str | None:
+    """What its validation found wrong with the configuration, which no other try would change; None for nothing."""
+    found = _REFUSAL.search(log_text)
+    return None if found is None else " ".join(found["why"].split())
 
 
 class LoadReport:
@@ -66,14 +76,15 @@ class LoadReport:
         if now - self._looked_at < NEWS_SECONDS:
             return None
         self._looked_at = now
-        text = self._log_text()
+        text = self.log_text()
         said = load_milestone(text) or f"it says: {last_information(text) or 'nothing'}"
         if said == self._said and now - self._said_at < SAME_NEWS_SECONDS:
             return None
         self._said, self._said_at = said, now
         return said
 
-    def _log_text(self) -> str:
+    def log_text(self) -> str:
+        """The end of what this start has logged."""
         with open(self._log_path, "rb") as log:
             log.seek(max(self._log_offset, log.seek(0, os.SEEK_END) - MAX_READ_BYTES))
             return log.read().decode(errors="replace")

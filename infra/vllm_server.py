@@ -20,7 +20,7 @@ from typing import Any, Self
 import httpx
 
 from infra.errors import InputError, ServerError
-from infra.load_progress import LoadReport
+from infra.load_progress import LoadReport, refusal
 from infra.processes import GuardedProcess, end_stale, log_tail
 from infra.redaction import learn_secret, withheld
 from infra.server_client import server_client
@@ -186,6 +186,10 @@ class VllmServer:
             if code == EXIT_USAGE:
                 raise InputError("vllm", f"vLLM refuses its flags: {self._log_tail()[-1]}")
             if code is not None:
+                if refused := refusal(loading.log_text()):
+                    raise InputError(
+                        "vllm", f"vLLM refuses its configuration: {refused} The log is {self.log_path}"
+                    )
                 error = self.failure(f"ended with code {code} while starting")
                 taken = "address already in use" in str(error).lower()
                 raise _PortTakenError(str(error)) if taken else error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infra.load_progress import last_information, load_milestone
+from infra.load_progress import last_information, load_milestone, refusal
 
 # vLLM 0.32 on one GPU or several, shortened; a bar is redrawn with a carriage return.
 LOG = [
@@ -66,3 +66,12 @@ def test_the_latest_milestone_counts(number: int) -> None:
 )
 def test_before_the_first_it_is_the_last_information_alone(text: str, said: str) -> None:
     assert last_information(text) == said
+
+
+def test_what_its_validation_refuses_is_told_in_its_words() -> None:
+    text = (
+        "(APIServer pid=7) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "(APIServer pid=7)   Value error, max_model_len (99999) is greater than 8192. [type=value_error, input_value=()]\n"
+    )
+    assert refusal(LOG[0][0] + text) == "max_model_len (99999) is greater than 8192."
+    assert refusal("".join(line for line, _ in LOG) + "ValueError: no room [type=x]") is None

@@ -143,6 +143,14 @@ async def test_early_exit_shows_the_last_errors_at_once(tmp_path: Path, token: s
 
 
 @pytest.mark.usefixtures("interpreter")
+async def test_a_configuration_that_vllm_refuses_is_the_users(tmp_path: Path, token: str) -> None:
+    said = "ValidationError: 1 validation error for ModelConfig\\n  Value error, It is too long. [type=value_error]"
+    with pytest.raises(InputError, match=r"^vllm: vLLM refuses its configuration: It is too long\. The log is /"):
+        async with server_of(tmp_path, token, start=f"print('{said}'); sys.exit(1)"):
+            pass
+
+
+@pytest.mark.usefixtures("interpreter")
 async def test_a_flag_that_vllm_refuses_is_the_users(tmp_path: Path, token: str) -> None:
     start = "import argparse; argparse.ArgumentParser(prog='api_server.py').parse_args(['--no-such'])"
     with pytest.raises(InputError, match=r"^vllm: .*unrecognized arguments: --no-such$"):
