@@ -29,7 +29,7 @@ from infra.evaluation import (
     request_metrics_flags,
     speculative_config,
 )
-from infra.evaluation_config import Draft, Note, Sampling, Way, samplings, turns, ways
+from infra.evaluation_config import Draft, Note, Sampling, Way, sampler_is_wrong, samplings, turns, ways
 from infra.evaluation_drafts import draft_revisions, rival_notes
 from infra.evaluation_prompts import read_sources, select_prompts
 from infra.evaluation_results import portable_flags
@@ -122,7 +122,7 @@ async def make_evaluation(work: StageWork) -> None:
 def plan_evaluation(work: StageWork) -> Plan:
     """Everything that can be known, or refused, before a server is started."""
     config, on_gpus = work.config, bool(hardware()["gpus"])
-    sampled, notes = samplings(config.evaluate, config.generate, wrong_above_zero=not on_gpus)
+    sampled, notes = samplings(config.evaluate, config.generate, wrong_above_zero=sampler_is_wrong())
     new_key = work.stages["drafts"].key
     rival = promoted_rival(config, new_key)
     drafts, revisions = measured_drafts(config, new_key), work.stage.content["revisions"]
