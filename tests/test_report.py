@@ -8,9 +8,9 @@ import pytest
 
 from infra.evaluation_config import Note
 from infra.findings import DataFigures, break_even, headline, main_rows, warnings
-from infra.promotion import Promotion
+from infra.promotion import Outcome, Promotion
 from infra.promotion_gate import PromoteConfig, decide
-from infra.report import Report, Served, StageLine, report_markdown, stage_table
+from infra.report import NO_GATE, Report, Served, StageLine, report_markdown, run_markdown, serving_now, stage_table
 from infra.report_tables import agreement_table, result_table, verdict_table
 from tests.fakes.result_rows import NEW, PROMOTED, beside, group_rows, measured, result_row
 
@@ -49,6 +49,7 @@ BEFORE = Promotion(
     run_id="run",
     reasons=("acceptance length 1.50",),
 )
+STRICT = PromoteConfig(min_speedup={1: 2.0})
 REPORT = Report(
     ROWS,
     SERVED,
@@ -170,8 +171,30 @@ def test_report_of_little_is_still_a_report() -> None:
     assert "Draft: none" in text
     assert "## Training" not in text
     assert "## Warnings\n\nNone." in text
-    assert "None before this one" in text
-    assert " None " not in text.replace("\n", " ").replace("Warnings  None.", "").replace("None before", "")
+    assert "Promoted speculators" not in text
+    assert " None " not in text.replace("\n", " ").replace("Warnings  None.", "")
+
+
+def test_a_run_says_what_its_own_gate_says_and_what_serves() -> None:
+    refused = report_markdown(dataclasses.replace(REPORT, gate=decide(ROWS, NEW, STRICT, None)))
+    assert "**Not promoted:**" in refused
+    assert "So judged the gate of the run that measured it; `speculators/" in refused
+    after = dataclasses.replace(BEFORE, draft=NEW)
+    text = run_markdown("run", Outcome(True, True, ("now",)), serving_now("V", NEW, after), refused, [{"a": "b"}])
+    assert text.startswith(
+        "# Run run\n\n**Promoted: now.**\n\n`speculators/V/promoted.json` names this run's draft"
+    )
+    assert "Not promoted" not in text
+    assert "So judged" not in text
+    assert refused.split("\n\n")[3] in text
+    assert "names another draft at the end of this run: `fedc" in serving_now("V", NEW, BEFORE)
+    assert "nothing is promoted" in serving_now("V", NEW, None)
+    old = refused.replace(" So judged the gate of the run that measured it;", "")
+    for earlier in (refused, old, report_markdown(REPORT), report_markdown(dataclasses.replace(REPORT, gate=None))):
+        head = run_markdown("run", None, "", earlier, []).partition("## ")[0]
+        assert head.count(NO_GATE) == 1
+        assert head.count("promot") == 2, "NO_GATE's only"
+    assert run_markdown("run", None, "", None, []) == "# Run run\n"
 
 
 def test_every_table_line_has_as_many_cells_as_its_head() -> None:
