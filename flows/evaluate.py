@@ -39,6 +39,7 @@ from infra.promotion import read_pointer
 from infra.prompt_filters import token_counter
 from infra.prompts import HELDOUT, TRAIN
 from infra.provenance import git_commit, hardware, hardware_name, package_versions
+from infra.redaction import redact
 from infra.report import Served
 from infra.tables import read_table
 from infra.verifier import Verifier
@@ -113,6 +114,7 @@ async def make_evaluation(work: StageWork) -> None:
         hardware=hardware_name(),
         versions=package_versions(),
         git_commit=git_commit(),
+        environment={name: redact(value) for name, value in config.vllm.environment.items()},
     )
     measured = Measured(measuring.measurements, measuring.gaps_nats, plan.notes)
     shards, gate = work.state.plan, config.promote

@@ -44,6 +44,7 @@ class Served:
     Attributes:
         flags: each server's command line, without secrets and local paths (`portable_flags`).
         hardware: one line, as from `infra.provenance.hardware_name`.
+        environment: variables that the config sets for the servers, without secrets.
     """
 
     verifier: str
@@ -54,6 +55,7 @@ class Served:
     hardware: str
     versions: Mapping[str, str]
     git_commit: str | None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -229,12 +231,14 @@ def stage_table(stages: Sequence[StageLine]) -> list[Line]:
 
 def _served_lines(served: Served) -> list[str]:
     versions = "".join(f", {name} {version}" for name, version in sorted(served.versions.items()))
+    variables = ", ".join(f"`{name}={value}`" for name, value in sorted(served.environment.items()))
     return [
         f"Verifier: {served.verifier}, revision `{served.revision}`",
         f"Draft: `{served.draft_key}`" if served.draft_key else "Draft: none",
         f"Hardware: {served.hardware}",
         f"Versions: vLLM {served.vllm_version}{versions}",
         f"Git commit: `{served.git_commit}`" if served.git_commit else "Git commit: not run from a checkout",
+        *([f"Environment: {variables}"] if variables else []),
     ]
 
 

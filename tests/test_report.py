@@ -24,6 +24,7 @@ SERVED = Served(
     hardware="2x Test GPU",
     versions={"torch": "2.13.0", "prefect": "3.9.1"},
     git_commit="66bd039",
+    environment={"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": "2"},
 )
 STAGES = (
     StageLine("responses", "aaaa", reused=True, num_rows=1400, status_counts={"ok": 1390, "failed": 10}),
@@ -132,6 +133,7 @@ def test_the_report_of_random_weights_says_why_it_is_not_promoted() -> None:
         "Hardware: 2x Test GPU",
         "vLLM 0.32.0, prefect 3.9.1, torch 2.13.0",
         "Git commit: `66bd039`",
+        "- Environment: `OMP_NUM_THREADS=2`, `VLLM_CPU_KVCACHE_SPACE=2`",
         "eagle3: --model SmolLM2-135M-Instruct --k 3",
         "Optimizer steps: 400",
         "123,456, 100,000 of them trained on",
@@ -166,10 +168,11 @@ def test_report_says_where_answers_part_and_how_nearly_the_tokens_tied() -> None
 
 
 def test_report_of_little_is_still_a_report() -> None:
-    served = dataclasses.replace(SERVED, draft_key=None, git_commit=None, flags={}, versions={})
+    served = dataclasses.replace(SERVED, draft_key=None, git_commit=None, flags={}, versions={}, environment={})
     text = report_markdown(Report([result_row("none")], served))
     assert "Draft: none" in text
     assert "## Training" not in text
+    assert "Environment" not in text
     assert "## Warnings\n\nNone." in text
     assert "Promoted speculators" not in text
     assert " None " not in text.replace("\n", " ").replace("Warnings  None.", "")
@@ -243,6 +246,17 @@ def test_break_even_lies_where_the_speedup_falls_through_one() -> None:
             "7 of 24 answers part from those without a draft where no two tokens nearly tie. The serving stack is at",
         ),
         ("eagle3", {"temperature": 0.7, "num_failed": 1}, "eagle3 on questions at temperature 0.7: 1 requests"),
+        (
+            "eagle3",
+            {"speedup": 1.02},
+            "with one request at a time the interval of the speed-up includes 1 (0.98 to 1.06). More `evaluate.rounds`",
+        ),
+        (
+            "eagle3",
+            {"speedup": 0.81, "accepted": [120, 30, 10]},
+            "where it is faster. Acceptance length 1.16 is low for 3 drafted tokens: train on more data or for more steps",
+        ),
+        ("ngram", {"speedup": 0.81}, "No load was measured where it is faster. Do not serve it so."),
     ],
 )
 def test_warnings_about_rows(label: str, changed: dict[str, Any], said: str) -> None:
@@ -259,6 +273,7 @@ def test_near_ties_are_no_warning() -> None:
 def test_warning_where_speculation_does_not_pay_names_the_break_even() -> None:
     (line,) = warnings([row for row in measured() if row["method"] != "ngram"], DATA)
     assert "eagle3 on questions is slower than none: 0.80x with 8 requests in flight" in line
+    assert "loads measured: serve it below that." in line
     assert "Break-even lies near 2.8 requests in flight" in line  # 8 ** (ln 1.25 / (ln 1.25 - ln 0.8)) = 8 ** 0.5
 
 
