@@ -132,7 +132,7 @@ def _against_promoted(
     for row, (ratio, high) in ((row, _speed_ratio(row, rival)) for row, rival in held_to):
         if high < 1.0:
             text = f"{ratio:.2f} times as fast as {promoted}, which is promoted, {_where(row)}"
-            yield _Check(False, f"{text} (its 95 % interval's upper end, {_floored(high)}, must reach 1)")
+            yield _Check(False, f"{text} (its 95 % interval's upper end, {_told_from(1.0, high)}, must reach 1)")
 
 
 def _speed_ratio(ours: Row, theirs: Row) -> tuple[float, float]:
@@ -162,7 +162,7 @@ def _lowest_length(row: Row) -> float:
 
 def _must_reach(low: float | None, least: float, held: bool) -> str:
     """Which end of an interval counts: a figure that reaches its minimum may still be refused."""
-    end = "" if low is None else f"its 95 % interval's lower end, {_floored(low)}, "
+    end = "" if low is None else f"its 95 % interval's lower end, {_told_from(least, low)}, "
     return f"{end}{_reach(held)} {least:g}"
 
 
@@ -170,9 +170,11 @@ def _reach(held: bool) -> str:
     return "reaches" if held else "must reach"
 
 
-def _floored(end: float) -> str:
-    """With two decimals, never rounded up: 1.196 would read as reaching 1.2."""
-    return f"{math.floor(round(100 * end, 6)) / 100:.2f}"
+def _told_from(least: float, end: float) -> str:
+    """An interval's end with two decimals, as tables have it, or with as many as tell it from its minimum: 1.196
+    would read as reaching 1.2."""
+    texts = (f"{end:.{digits}f}" for digits in range(2, 9))
+    return next((text for text in texts if (float(text) >= least) == (end >= least)), str(end))
 
 
 def _where(row: Row) -> str:

@@ -52,7 +52,7 @@ def test_random_weights_are_not_promoted_and_it_is_said_why(tmp_path: Path) -> N
         "acceptance length 1.00 with one request at a time on questions "
         "(its 95 % interval's lower end, 1.00, must reach 1.3)",
         "0.81 times as fast with one request at a time on questions "
-        "(its 95 % interval's lower end, 0.77, must reach 1.1)",
+        "(its 95 % interval's lower end, 0.78, must reach 1.1)",
     )
     assert not list(tmp_path.iterdir())
 
@@ -95,12 +95,14 @@ def test_an_interval_that_begins_below_the_minimum_does_not_pass() -> None:
     refused = decide(rows, NEW, GATE, None)
     assert not refused.passes
     where = "with one request at a time on questions"
-    assert refused.reasons == (f"1.12 times as fast {where} (its 95 % interval's lower end, 1.09, must reach 1.1)",)
+    assert refused.reasons == (
+        f"1.12 times as fast {where} (its 95 % interval's lower end, 1.096, must reach 1.1)",
+    )
     shown = decide(rows, NEW, PromoteConfig(min_speedup={1: 1.09}, min_acceptance_length=1.5), None)
     assert shown.passes
     assert shown.reasons == (
         f"acceptance length 1.59 {where} (reaches 1.5)",
-        f"1.12 times as fast {where} (its 95 % interval's lower end, 1.09, reaches 1.09)",
+        f"1.12 times as fast {where} (its 95 % interval's lower end, 1.10, reaches 1.09)",
     )
 
 
@@ -138,7 +140,7 @@ def test_of_several_draft_lengths_the_fastest_that_passes_is_promoted() -> None:
         (
             beside(measured(accepted=[400, 150, 70], speedup=1.15), PROMOTED),
             f"0.92 times as fast as {PROMOTED}, which is promoted, with one request at a time on questions "
-            "(its 95 % interval's upper end, 0.94, must reach 1)",
+            "(its 95 % interval's upper end, 0.95, must reach 1)",
         ),
     ],
 )
