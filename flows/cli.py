@@ -185,9 +185,12 @@ def _export_states(options: argparse.Namespace) -> int:
 
 
 def _serve_command(options: argparse.Namespace) -> int:
+    from infra.evaluation_config import WRONG_SAMPLER, sampler_is_wrong
     from infra.serve_command import serve_command
 
     command = serve_command(options.uri, options.verifier)
+    if sampler_is_wrong():
+        print(f'{WRONG_SAMPLER}, and this machine has no GPU: ask with "temperature": 0 only', file=sys.stderr)
     said = {"draft": command.draft, "environment": command.environment, "arguments": command.arguments}
     print(json.dumps(said) if options.json else command)
     return EXIT_DONE

@@ -29,7 +29,7 @@ from infra.evaluation import (
     request_metrics_flags,
     speculative_config,
 )
-from infra.evaluation_config import Draft, Note, Sampling, Way, samplings, turns, ways
+from infra.evaluation_config import Draft, Note, Sampling, Way, sampler_is_wrong, samplings, turns, ways
 from infra.evaluation_drafts import draft_revisions, rival_notes
 from infra.evaluation_prompts import read_sources, select_prompts
 from infra.evaluation_results import portable_flags
@@ -39,6 +39,7 @@ from infra.promotion import read_pointer
 from infra.prompt_filters import token_counter
 from infra.prompts import HELDOUT, TRAIN
 from infra.provenance import git_commit, hardware, hardware_name, package_versions
+from infra.redaction import redact
 from infra.report import Served
 from infra.tables import read_table
 from infra.verifier import Verifier
@@ -113,6 +114,7 @@ async def make_evaluation(work: StageWork) -> None:
         hardware=hardware_name(),
         versions=package_versions(),
         git_commit=git_commit(),
+        environment={name: redact(value) for name, value in config.vllm.environment.items()},
     )
     measured = Measured(measuring.measurements, measuring.gaps_nats, plan.notes)
     shards, gate = work.state.plan, config.promote
@@ -122,7 +124,7 @@ async def make_evaluation(work: StageWork) -> None:
 def plan_evaluation(work: StageWork) -> Plan:
     """Everything that can be known, or refused, before a server is started."""
     config, on_gpus = work.config, bool(hardware()["gpus"])
-    sampled, notes = samplings(config.evaluate, config.generate, wrong_above_zero=not on_gpus)
+    sampled, notes = samplings(config.evaluate, config.generate, wrong_above_zero=sampler_is_wrong())
     new_key = work.stages["drafts"].key
     rival = promoted_rival(config, new_key)
     drafts, revisions = measured_drafts(config, new_key), work.stage.content["revisions"]

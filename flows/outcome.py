@@ -13,8 +13,10 @@ from flows.lineage import Run
 from flows.stage import Summary
 from infra import storage
 from infra.findings import lowest_load
-from infra.report import StageLine, stage_table
-from infra.report_tables import markdown_table, result_table
+from infra.promotion import read_pointer
+from infra.report import StageLine, run_markdown, serving_now, stage_table
+from infra.report_tables import result_table
+from infra.verifier import verifier_name
 from tasks.evaluate import REPORT_FILE, read_report, read_results
 
 PLOT = re.compile(r"!\[([^\]]*)\]\((\w+\.png)\)")
@@ -29,26 +31,29 @@ async def publish_outcome(run: Run) -> dict[str, Any]:
         (None without one).
     """
     table = stage_table([_line(summary) for summary in run.stages])
-    promotion = str(run.promotion) if run.promotion else None
-    parts = [f"# Run {run.run_id}", f"**{promotion}**" if promotion else ""]
+    promotion, report = str(run.promotion) if run.promotion else None, None
     outcome: dict[str, Any] = {"stages": run.stages, "run_report": run.report_uri, "promotion": promotion}
     await acreate_table_artifact(table, key="stages", description="What this run made and what it reused")
     evaluation = next((stage["uri"] for stage in run.stages if stage["stage"] == "evaluations"), None)
     if evaluation is not None:
         rows = await asyncio.to_thread(read_results, evaluation)
         report = await asyncio.to_thread(read_report, evaluation)
-        parts.append(report.strip())
         outcome |= {"report": storage.join(evaluation, REPORT_FILE), **_headline(rows)}
         await acreate_table_artifact(result_table(rows), key="evaluation", description="Speed and acceptance")
         await _publish_plots(evaluation, report)
-    parts.append(f"## Stages of this run\n\n{markdown_table(table)}")
-    text = "\n\n".join(part for part in parts if part) + "\n"
+    serving = await asyncio.to_thread(_serving, run) if run.promotion else ""
+    text = run_markdown(run.run_id, run.promotion, serving, report, table)
     beside = PLOT.sub(rf"![\1](../evaluations/{run.keys['evaluations']}/\2)", text)
     await asyncio.to_thread(storage.put, run.report_uri, beside.encode())
     # The UI shows no image within a text: the plots are artifacts of their own.
     without = PLOT.sub("", text)
     await acreate_markdown_artifact(without, key="report", description=f"Report of run {run.run_id}")
     return outcome
+
+
+def _serving(run: Run) -> str:
+    verifier = verifier_name(run.config.verifier)
+    return serving_now(verifier, run.keys["drafts"], read_pointer(run.config.root, verifier).promoted)
 
 
 async def _publish_plots(evaluation_uri: str, report: str) -> None:

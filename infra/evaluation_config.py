@@ -13,6 +13,7 @@ from infra.config import CONTENT, Config
 from infra.errors import InputError
 from infra.generation_config import GenerateConfig
 from infra.prompt_config import PromptSource
+from infra.provenance import hardware
 
 Method = Literal["none", "ngram", "eagle3"]
 BASELINE: Method = "none"
@@ -20,6 +21,7 @@ EAGLE3: Method = "eagle3"
 PROMOTED = "promoted"
 GENERATION: Literal["generation"] = "generation"
 GREEDY = 0.0
+WRONG_SAMPLER = "vLLM's sampling under a speculative method is wrong on CPU"
 
 
 def _listed(given: Any) -> Any:
@@ -262,6 +264,11 @@ class Note:
     text: str
 
 
+def sampler_is_wrong() -> bool:
+    """`WRONG_SAMPLER` holds for this machine's vLLM: without a GPU it is the CPU build."""
+    return not hardware()["gpus"]
+
+
 def samplings(
     config: EvaluateConfig, generate: GenerateConfig, *, wrong_above_zero: bool
 ) -> tuple[list[Sampling], list[Note]]:
@@ -286,7 +293,7 @@ def samplings(
     if not kept:
         raise InputError(
             "evaluate.temperature",
-            "vLLM's sampling under a speculative method is wrong on CPU: measure with temperature 0",
+            f"{WRONG_SAMPLER}: measure with temperature 0",
         )
     if kept == every:
         return kept, []

@@ -131,6 +131,12 @@ def _series_warnings(loads: Sequence[Row], way: str) -> Iterable[str]:
             f"{where}: {beyond} of {compared} answers part from those without a draft where no two tokens nearly "
             "tie. The serving stack is at fault, not the draft: do not serve this before the cause is known."
         )
+    if loads[0]["method"] == "eagle3" and loads[0]["verdict"] == NO_DIFFERENCE:
+        yield (
+            f"{where}: with {streams(loads[0]['concurrency'])} the interval of the speed-up includes 1 "
+            f"({loads[0]['speedup_low']:.2f} to {loads[0]['speedup_high']:.2f}). More `evaluate.rounds` and "
+            "`evaluate.num_prompts` on an idle machine would tell."
+        )
     yield from _slower(loads, where)
 
 
@@ -140,12 +146,25 @@ def _slower(loads: Sequence[Row], where: str) -> Iterable[str]:
         return
     text = ", ".join(f"{row['speedup']:.2f}x with {streams(row['concurrency'])}" for row in slower)
     even = break_even(loads)
-    hint = "No load was measured where it is faster."
     if even is not None:
-        hint = f"Break-even lies near {even:.1f} requests in flight, interpolated between the loads measured."
+        near = f"Break-even lies near {even:.1f} requests in flight, interpolated between the loads measured"
+        hint = f"{near}: serve it below that."
     elif any(row["speedup"] > 1.0 for row in loads):
-        hint = "It pays under higher loads only."
+        hint = "It pays under higher loads only: serve it there."
+    else:
+        hint = f"No load was measured where it is faster. {_what_may_help(loads)}"
     yield f"{where} is slower than none: {text}. {hint}"
+
+
+def _what_may_help(loads: Sequence[Row]) -> str:
+    lengths = [row["acceptance_length"] for row in loads if row["acceptance_length"] is not None]
+    if loads[0]["method"] != "eagle3" or not lengths:
+        return "Do not serve it so."
+    return (
+        f"Acceptance length {max(lengths):.2f} is low for {loads[0]['num_speculative_tokens']} drafted tokens: "
+        "train on more data or for more steps, and compare the training accuracy with the rates by position; or "
+        "draft fewer."
+    )
 
 
 def series(rows: Sequence[Row]) -> dict[tuple[str, int, str, float], list[Row]]:

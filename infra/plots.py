@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from infra.findings import Row, groups_by_way, series, ways
@@ -19,6 +21,8 @@ MARKERS = "os^Dv"
 LINES = ("-", "--", ":", "-.")
 MOST_NUMBERED_BARS = 12  # more would print into one another
 LONGEST_NAME = 40
+NOT_PROMOTED = "this run, not promoted when measured"
+HOLLOW: dict[str, Any] = {"marker": "o", "markersize": 11, "fillstyle": "none", "linestyle": "none"}
 
 
 def acceptance_by_position(rows: Sequence[Row]) -> dict[str, list[float]]:
@@ -127,41 +131,46 @@ def context_png(rows: Sequence[Row], groups: Sequence[Row]) -> bytes:
 
 
 def history_png(history: Sequence[Promotion], measured: Sequence[Row]) -> bytes:
-    """Acceptance length and speed-up of each promoted speculator in order, at the lowest load; hollow: the draft of
-    this report, where it is not the promoted one already.
+    """Acceptance length and speed-up of each promoted speculator in order, at the lowest load, joined by a line;
+    apart from it, hollow, the draft of this report, where it is not the promoted one already.
 
     Args:
         history: the oldest first.
         measured: rows of the report's draft (`infra.findings.main_rows`).
     """
+    return png(history_figure(history, measured))
+
+
+def history_figure(history: Sequence[Promotion], measured: Sequence[Row]) -> Figure:
+    """What `history_png` draws."""
     figure, panels = new_figure(height_inches=6.0, panels=2)
-    columns = [(f"{each.promoted_at[:10]}\n{each.draft[:8]}", list(each.figures)) for each in history]
-    new = next((str(row["draft"]) for row in measured), "")
-    is_new = bool(new) and not (history and history[-1].draft == new)
+    columns = [(f"{each.promoted_at[:10]}\n{each.draft[:8]}", _lowest(each.figures)) for each in history]
+    new = next((row["draft"] for row in measured if row["draft"]), None)
+    is_new = new is not None and not (history and history[-1].draft == new)
     if is_new:
-        columns.append((f"this draft\n{new[:8]}", list(measured)))
-    settings = list(
-        dict.fromkeys((row["dataset"], row["temperature"]) for _, shown in columns for row in _lowest(shown))
-    )
+        columns.append((f"this run\n{str(new)[:8]}", _lowest(measured)))
+    settings = list(dict.fromkeys((row["dataset"], row["temperature"]) for _, shown in columns for row in shown))
     for index, setting in enumerate(settings):
+        nudge = 0.08 * (index - (len(settings) - 1) / 2)
+        color, marker = SERIES_COLORS[index % len(SERIES_COLORS)], MARKERS[index % len(MARKERS)]
         points = [
             (place, row)
             for place, (_, shown) in enumerate(columns)
-            for row in _lowest(shown)
+            for row in shown
             if (row["dataset"], row["temperature"]) == setting
         ]
-        places = [place + 0.08 * (index - (len(settings) - 1) / 2) for place, _ in points]
-        color = SERIES_COLORS[index % len(SERIES_COLORS)]
+        served = [(place, row) for place, row in points if place < len(history)]
+        ours = [(place, row) for place, row in points if place >= len(history)]
         for axes, name in zip(panels, ("acceptance_length", "speedup"), strict=True):
-            values = [row[name] for _, row in points]
-            axes.plot(places, values, color=color, marker=MARKERS[index % len(MARKERS)], label=_said(*setting))
-            if is_new and points and points[-1][0] == len(columns) - 1:
-                axes.plot(places[-1:], values[-1:], color=color, marker="o", markersize=11, fillstyle="none")
+            for some, how in ((served, {"marker": marker, "label": _said(*setting)}), (ours, HOLLOW)):
+                places, values = [place + nudge for place, _ in some], [row[name] for _, row in some]
+                axes.plot(places, values, color=color, **how)
         errors = _errors([row for _, row in points], "speedup")
-        panels[1].errorbar(
-            places, [row["speedup"] for _, row in points], yerr=errors, color=color, capsize=4, fmt="none"
-        )
-    panels[0].set_title("Promoted speculators under the lowest load" + (" (ringed: this draft)" if is_new else ""))
+        places, values = [place + nudge for place, _ in points], [row["speedup"] for _, row in points]
+        panels[1].errorbar(places, values, yerr=errors, color=color, capsize=4, fmt="none")
+    if is_new:
+        panels[0].plot([], [], color=INK, label=NOT_PROMOTED, **HOLLOW)
+    panels[0].set_title("Promoted speculators under the lowest load")
     panels[0].set_ylabel("acceptance length\n(tokens a step)")
     panels[1].set_ylabel("output tokens per second,\nratio to none")
     panels[1].axhline(1.0, color=MUTED, linestyle="--", linewidth=1.2)
@@ -170,12 +179,12 @@ def history_png(history: Sequence[Promotion], measured: Sequence[Row]) -> bytes:
     for axes in panels:
         axes.set_xlim(-0.5, max(0, len(columns) - 1) + 0.5)
         axes.margins(y=0.2)
-    _frame(panels[1], [row for _, shown in columns for row in _lowest(shown)])
+    _frame(panels[1], [row for _, shown in columns for row in shown])
     if settings:
         panels[0].legend(**LEGEND)
     else:
         say(panels[0], "nothing has been promoted yet")
-    return png(figure)
+    return figure
 
 
 def _lowest(rows: Sequence[Row]) -> list[Row]:

@@ -90,16 +90,20 @@ def decide(rows: Sequence[Row], draft: str, gate: PromoteConfig, promoted: str |
 def _minima(ours: Sequence[Row], gate: PromoteConfig) -> Iterator[_Check]:
     if (least := gate.min_acceptance_length) is not None:
         row = min(ours, key=_lowest_length)
-        shown = "nothing was drafted" if row["acceptance_length"] is None else _length(row)
-        yield _Check(_lowest_length(row) >= least, f"{shown} {_where(row)} (asked for: {least:g})")
+        length, held = row["acceptance_length"], _lowest_length(row) >= least
+        shown = (
+            "acceptance length 1, as nothing was drafted," if length is None else f"acceptance length {length:.2f}"
+        )
+        yield _Check(held, f"{shown} {_where(row)} ({_must_reach(row['acceptance_length_low'], least, held)})")
     for load, least in sorted(gate.min_speedup.items()):
         measured = [row for row in ours if row["concurrency"] == load]
         if not measured:
             yield _Check(False, f"not measured with {streams(load)} (asked for: {least:g} times as fast)")
             continue
         row = min(measured, key=lambda row: float(row["speedup_low"]))
-        shown = f"{_speed(row['speedup'], row['speedup_low'], row['speedup_high'])} {_where(row)}"
-        yield _Check(row["speedup_low"] >= least, f"{shown} (asked for: {least:g})")
+        held = row["speedup_low"] >= least
+        shown = f"{row['speedup']:.2f} times as fast {_where(row)}"
+        yield _Check(held, f"{shown} ({_must_reach(row['speedup_low'], least, held)})")
 
 
 def _outputs(ours: Sequence[Row]) -> Iterator[_Check]:
@@ -121,21 +125,23 @@ def _against_promoted(
         yield _Check(False, f"{promoted}, which is promoted, was measured under none of its loads")
         return
     mine, theirs = (_pooled_length(side) for side in zip(*pairs, strict=True))
-    lengths = f"acceptance length {mine:.3f} over all, {theirs:.3f} of {promoted}, which is promoted"
-    yield _Check(mine >= theirs, lengths)
+    held = mine >= theirs
+    reach = f"{_reach(held)} the {theirs:.3f} of {promoted}, which is promoted"
+    yield _Check(held, f"acceptance length {mine:.3f} over all ({reach})")
     held_to = [pair for pair in pairs if not gate.min_speedup or pair[0]["concurrency"] in gate.min_speedup]
-    for row, ratio, low, high in ((row, *_speed_ratio(row, rival)) for row, rival in held_to):
+    for row, (ratio, high) in ((row, _speed_ratio(row, rival)) for row, rival in held_to):
         if high < 1.0:
-            yield _Check(False, f"{_speed(ratio, low, high)} as {promoted}, which is promoted, {_where(row)}")
+            text = f"{ratio:.2f} times as fast as {promoted}, which is promoted, {_where(row)}"
+            yield _Check(False, f"{text} (its 95 % interval's upper end, {_told_from(1.0, high)}, must reach 1)")
 
 
-def _speed_ratio(ours: Row, theirs: Row) -> tuple[float, float, float]:
-    """Speed against the other draft's, and its 95 % interval over rounds. Prompts are not drawn anew: both sides
-    answered the same ones."""
+def _speed_ratio(ours: Row, theirs: Row) -> tuple[float, float]:
+    """Speed against the other draft's, and the upper end of its 95 % interval over rounds. Prompts are not drawn
+    anew: both sides answered the same ones."""
     name = "output_tokens_per_second_by_round"
     by_round = [mine / other for mine, other in zip(ours[name], theirs[name], strict=True)]
     ratio = statistics.geometric_mean(by_round)
-    return ratio, *log_interval(ratio, round_spread(by_round, generator()))
+    return ratio, log_interval(ratio, round_spread(by_round, generator()))[1]
 
 
 def _pooled_length(rows: Sequence[Row]) -> float:
@@ -154,15 +160,21 @@ def _lowest_length(row: Row) -> float:
     return float(next(value for value in found if value is not None))
 
 
-def _length(row: Row) -> str:
-    text = f"acceptance length {row['acceptance_length']:.2f}"
-    if row["acceptance_length_low"] is None:
-        return text
-    return f"{text} ({row['acceptance_length_low']:.2f} to {row['acceptance_length_high']:.2f})"
+def _must_reach(low: float | None, least: float, held: bool) -> str:
+    """Which end of an interval counts: a figure that reaches its minimum may still be refused."""
+    end = "" if low is None else f"its 95 % interval's lower end, {_told_from(least, low)}, "
+    return f"{end}{_reach(held)} {least:g}"
 
 
-def _speed(ratio: float, low: float, high: float) -> str:
-    return f"{ratio:.2f} times as fast ({low:.2f} to {high:.2f})"
+def _reach(held: bool) -> str:
+    return "reaches" if held else "must reach"
+
+
+def _told_from(least: float, end: float) -> str:
+    """An interval's end with two decimals, as tables have it, or with as many as tell it from its minimum: 1.196
+    would read as reaching 1.2."""
+    texts = (f"{end:.{digits}f}" for digits in range(2, 9))
+    return next((text for text in texts if (float(text) >= least) == (end >= least)), str(end))
 
 
 def _where(row: Row) -> str:

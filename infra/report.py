@@ -6,12 +6,13 @@ All the rest is for whoever wants to know whether to believe it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from infra.evaluation_config import Note
 from infra.findings import DataFigures, Row, break_evens, headline, percent, warnings
-from infra.promotion import Promotion
+from infra.promotion import FOLDER, POINTER_FILE, Outcome, Promotion
 from infra.promotion_gate import Decision
 from infra.report_tables import (
     Line,
@@ -31,6 +32,10 @@ HISTORY_PLOT = "promoted_history.png"
 TRAINING_PLOT = "training_loss.png"
 SPEEDUP_PLOT = "speedup_by_concurrency.png"
 
+NO_GATE = "No gate was set, so it is not up for promotion (`promote` in the config)."
+_REFUSED, _FIT = "**Not promoted:**", "**Fit to be promoted**"
+_JUDGEMENT = re.compile(rf"^(?:{re.escape(_REFUSED)}|{re.escape(_FIT)}|{re.escape(NO_GATE)}).*\n+", re.MULTILINE)
+
 
 @dataclass(frozen=True)
 class Served:
@@ -39,6 +44,7 @@ class Served:
     Attributes:
         flags: each server's command line, without secrets and local paths (`portable_flags`).
         hardware: one line, as from `infra.provenance.hardware_name`.
+        environment: variables that the config sets for the servers, without secrets.
     """
 
     verifier: str
@@ -49,6 +55,7 @@ class Served:
     hardware: str
     versions: Mapping[str, str]
     git_commit: str | None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,22 +110,62 @@ def report_markdown(report: Report) -> str:
         _section("Same answers as without a draft", _losslessness(rows)),
         _section("Training", _bullets(_training_lines(report.data))),
         _plot("Training loss and accuracy", TRAINING_PLOT),
-        _section("Promoted speculators", markdown_table(history_table(report.history)) or "None before this one."),
-        _plot("Promoted speculators in order", HISTORY_PLOT),
+        *_history(report.history),
         _section("How it was measured", _bullets(note.text for note in report.notes)),
         _section("What was served", _bullets(_served_lines(report.served)), _flags(report.served.flags)),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
+def run_markdown(
+    run_id: str, outcome: Outcome | None, serving: str, report: str | None, stages: Sequence[Line]
+) -> str:
+    """What one run says of itself, with the report of its evaluation.
+
+    The report was written by the run that measured; what its gate said gives way to what this run's gate says.
+
+    Args:
+        outcome: what became of the draft in this run; None where it had no gate.
+        serving: of `serving_now`, or nothing.
+        report: text of `report_markdown`, by this version or an earlier one; None where nothing was measured.
+        stages: of `stage_table`.
+    """
+    judged = f"**{outcome}**" if outcome else NO_GATE if report else ""
+    body = _JUDGEMENT.sub("", report).strip() if report else ""
+    parts = [f"# Run {run_id}", judged, serving, body, _section("Stages of this run", markdown_table(stages))]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def serving_now(verifier: str, draft: str, promoted: Promotion | None) -> str:
+    """Which speculator is promoted at the end of a run, and whether it is the run's own draft."""
+    if promoted is None:
+        return f"`{_pointer(verifier)}` is not there: nothing is promoted."
+    whose = "this run's draft" if promoted.draft == draft else "another draft"
+    since = f"promoted on {promoted.promoted_at[:10]}"
+    return f"`{_pointer(verifier)}` names {whose} at the end of this run: `{promoted.draft}`, {since}."
+
+
+def _pointer(verifier: str) -> str:
+    return f"{FOLDER}/{verifier}/{POINTER_FILE}"
+
+
 def _gate(report: Report) -> str:
     if report.gate is None:
-        return "No gate was set, so it is not up for promotion (`promote` in the config)."
+        return NO_GATE
     text = "; ".join(report.gate.reasons)
-    if not report.gate.passes:
-        return f"**Not promoted:** {text}."
-    pointer = f"`speculators/{report.served.verifier}/promoted.json`"
-    return f"**Fit to be promoted**{': ' if text else ''}{text}. {pointer} says which one is."
+    said = f"{_FIT}{': ' if text else ''}{text}." if report.gate.passes else f"{_REFUSED} {text}."
+    pointer = f"`{_pointer(report.served.verifier)}` says which one is promoted now"
+    return f"{said} So judged the gate of the run that measured it; {pointer}."
+
+
+def _history(history: Sequence[Promotion]) -> list[str]:
+    if not history:
+        return []
+    table = markdown_table(history_table(history))
+    return [
+        _section("Promoted speculators before this run", table),
+        _plot("Promoted speculators in order", HISTORY_PLOT),
+    ]
 
 
 def _how_to_read(rows: Sequence[Row]) -> str:
@@ -184,12 +231,14 @@ def stage_table(stages: Sequence[StageLine]) -> list[Line]:
 
 def _served_lines(served: Served) -> list[str]:
     versions = "".join(f", {name} {version}" for name, version in sorted(served.versions.items()))
+    variables = ", ".join(f"`{name}={value}`" for name, value in sorted(served.environment.items()))
     return [
         f"Verifier: {served.verifier}, revision `{served.revision}`",
         f"Draft: `{served.draft_key}`" if served.draft_key else "Draft: none",
         f"Hardware: {served.hardware}",
         f"Versions: vLLM {served.vllm_version}{versions}",
         f"Git commit: `{served.git_commit}`" if served.git_commit else "Git commit: not run from a checkout",
+        *([f"Environment: {variables}"] if variables else []),
     ]
 
 

@@ -45,8 +45,9 @@ class ServeCommand:
 def serve_command(uri: str, verifier: str | None = None) -> ServeCommand:
     """How a root's promoted speculator is served, or any export of a root.
 
-    The flags of vLLM are those of the run that promoted it, or else of the newest that it belongs to. Those that
-    change what is written (parsers, chat template) are the generation's that it was trained on: its key fixes them.
+    The flags of vLLM are those of the run that promoted it, or else of the newest that it belongs to: as it was
+    measured, but with prefix caching on and without the other flags that only measuring needs. Those that change
+    what is written (parsers, chat template) are the generation's that it was trained on: its key fixes them.
 
     Effects: may convert or copy into the cache folder what vLLM can read from a local folder only.
 

@@ -20,11 +20,12 @@ import yaml
 from flows.cli import EXIT_DONE, EXIT_FAILED, EXIT_READER_LEFT, EXIT_WRONG_INPUT, main
 from flows.config import load_config
 from flows.resolve import resolve
-from infra import manifest
+from infra import evaluation_config, manifest
 from infra import verify as verify_module
 from infra.locations import project_home
 from infra.manifest import Shard, StageRef
 from infra.schemas import STAGES
+from tests.test_serve_command import exported
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,24 @@ def test_verify_of_nothing_is_wrong_input(tmp_path: Path, capsys: pytest.Capture
     assert out == ""
     assert err.count("\n") == 1
     assert str(tmp_path / where) in err
+
+
+@pytest.mark.parametrize(("gpus", "warned"), [([], True), (["Test GPU"], False)])
+def test_serve_command_warns_of_the_cpus_sampler(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gpus: list[str],
+    warned: bool,
+) -> None:
+    monkeypatch.setattr(evaluation_config, "hardware", lambda: {"gpus": gpus})
+    draft = exported(str(tmp_path))
+    assert main(["serve-command", f"{tmp_path}/drafts/{draft}/export"]) == EXIT_DONE
+    out, err = capsys.readouterr()
+    assert out.startswith("python -m vllm")
+    assert out.count("\n") == 1
+    warning = f'{evaluation_config.WRONG_SAMPLER}, and this machine has no GPU: ask with "temperature": 0 only\n'
+    assert err == (warning if warned else "")
 
 
 def files(root: Path) -> dict[str, int]:

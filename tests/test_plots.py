@@ -3,16 +3,20 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from infra.findings import groups_by_way
 from infra.plots import (
+    NOT_PROMOTED,
     acceptance_by_position,
     acceptance_png,
     context_png,
+    history_figure,
     history_png,
     speedup_png,
 )
@@ -71,17 +75,27 @@ def test_context_bins_are_those_of_the_coldest_and_longest_measurement_in_order(
     assert {(row["concurrency"], row["temperature"]) for row in found} == {(1, 0.0)}
 
 
-def test_history_rings_a_draft_that_is_not_the_promoted_one() -> None:
+def test_history_joins_what_was_promoted_and_sets_this_run_apart() -> None:
     def promoted(draft: str) -> Promotion:
         shown = figures([result_row(draft=draft)])
         return Promotion(draft, "export", "e" * 16, "revision", 3, "2026-01-02T03:04:05+00:00", "run", (), shown)
 
-    new = [result_row(), result_row(concurrency=8)]
-    drawn = {
-        history_png(history, new) for history in ([], [promoted(PROMOTED)], [promoted(PROMOTED), promoted(NEW)])
-    }
-    assert len(drawn) == 3
-    assert all(png_size(each)[0] >= 900 for each in (*drawn, history_png([], [])))
+    def drawn(*drafts: str, measured: Sequence[dict[str, Any]] = (result_row(), result_row(concurrency=8))) -> Axes:
+        return history_figure([promoted(draft) for draft in drafts], measured).axes[0]
+
+    def places(axes: Axes) -> list[tuple[list[float], str]]:
+        lines = [(list(np.asarray(line.get_xdata())), str(line.get_linestyle())) for line in axes.lines]
+        return [line for line in lines if line[0]]
+
+    assert places(drawn(PROMOTED, "3" * 16)) == [([0, 1], "-"), ([2], "None")]
+    assert places(drawn(PROMOTED, NEW)) == [([0, 1], "-")]
+    names = [
+        [text.get_text() for text in drawn(*drafts).get_legend().get_texts()] for drafts in ((PROMOTED,), (NEW,))
+    ]
+    assert names == [["questions, temperature 0", NOT_PROMOTED], ["questions, temperature 0"]]
+    ngram = [result_row("ngram")]
+    assert places(drawn(measured=ngram)) == []
+    assert png_size(history_png([], ngram))[0] >= 900
 
 
 def test_training_plot_has_a_second_panel_where_accuracy_was_logged() -> None:

@@ -49,8 +49,10 @@ def test_random_weights_are_not_promoted_and_it_is_said_why(tmp_path: Path) -> N
     outcome = tried(str(tmp_path), measured(**RANDOM), NEW)
     assert (outcome.promoted, outcome.moved) == (False, False)
     assert outcome.reasons == (
-        "acceptance length 1.00 (1.00 to 1.01) with one request at a time on questions (asked for: 1.3)",
-        "0.81 times as fast (0.78 to 0.84) with one request at a time on questions (asked for: 1.1)",
+        "acceptance length 1.00 with one request at a time on questions "
+        "(its 95 % interval's lower end, 1.00, must reach 1.3)",
+        "0.81 times as fast with one request at a time on questions "
+        "(its 95 % interval's lower end, 0.78, must reach 1.1)",
     )
     assert not list(tmp_path.iterdir())
 
@@ -66,7 +68,9 @@ def test_a_trained_draft_is_promoted_and_a_slightly_worse_one_after_it_is_not(tm
     worse = beside(measured(third, accepted=[380, 139, 68], speedup=1.24), NEW)
     outcome = tried(root, worse, third)
     assert not outcome.promoted
-    assert outcome.reasons == (f"acceptance length 1.587 over all, 1.595 of {NEW}, which is promoted",)
+    assert outcome.reasons == (
+        f"acceptance length 1.587 over all (must reach the 1.595 of {NEW}, which is promoted)",
+    )
     assert Path(pointer_uri(root, VERIFIER)).read_bytes() == first
 
     better = beside(measured(third, accepted=[420, 160, 80], speedup=1.3), NEW)
@@ -87,15 +91,25 @@ def test_the_same_draft_again_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_an_interval_that_begins_below_the_minimum_does_not_pass() -> None:
-    rows = [result_row(speedup=1.12, speedup_low=1.09, speedup_high=1.2)]
-    assert not decide(rows, NEW, GATE, None).passes
-    assert decide(rows, NEW, PromoteConfig(min_speedup={1: 1.09}), None).passes
+    rows = [result_row(speedup=1.12, speedup_low=1.096, speedup_high=1.2, acceptance_length_low=None)]
+    refused = decide(rows, NEW, GATE, None)
+    assert not refused.passes
+    where = "with one request at a time on questions"
+    assert refused.reasons == (
+        f"1.12 times as fast {where} (its 95 % interval's lower end, 1.096, must reach 1.1)",
+    )
+    shown = decide(rows, NEW, PromoteConfig(min_speedup={1: 1.09}, min_acceptance_length=1.5), None)
+    assert shown.passes
+    assert shown.reasons == (
+        f"acceptance length 1.59 {where} (reaches 1.5)",
+        f"1.12 times as fast {where} (its 95 % interval's lower end, 1.10, reaches 1.09)",
+    )
 
 
 def test_every_data_set_and_every_load_of_the_gate_counts() -> None:
     rows = [result_row(), result_row(dataset="code", speedup=0.9)]
     decision = decide(rows, NEW, GATE, None)
-    assert "on code (asked for: 1.1)" in decision.reasons[0]
+    assert "on code (its 95 % interval's lower end, 0.86, must reach 1.1)" in decision.reasons[0]
     unmeasured = decide([result_row()], NEW, PromoteConfig(min_speedup={32: 1.0}), None)
     assert unmeasured.reasons == ("not measured with 32 requests in flight (asked for: 1 times as fast)",)
 
@@ -125,8 +139,8 @@ def test_of_several_draft_lengths_the_fastest_that_passes_is_promoted() -> None:
         ([result_row("eagle3 promoted")], "the evaluation has not measured it"),
         (
             beside(measured(accepted=[400, 150, 70], speedup=1.15), PROMOTED),
-            f"0.92 times as fast (0.89 to 0.95) as {PROMOTED}, which is promoted, with one request at a time on "
-            "questions",
+            f"0.92 times as fast as {PROMOTED}, which is promoted, with one request at a time on questions "
+            "(its 95 % interval's upper end, 0.95, must reach 1)",
         ),
     ],
 )
@@ -203,4 +217,5 @@ def test_the_loser_of_a_race_decides_anew(any_root: str, monkeypatch: pytest.Mon
     pointer = read_pointer(any_root, VERIFIER)
     assert [each.draft for each in pointer.history] == [winner]
     assert not outcomes[loser].promoted
-    assert outcomes[loser].reasons == (f"acceptance length 1.595 over all, 1.620 of {winner}, which is promoted",)
+    said = f"acceptance length 1.595 over all (must reach the 1.620 of {winner}, which is promoted)"
+    assert outcomes[loser].reasons == (said,)

@@ -8,9 +8,9 @@ import pytest
 
 from infra.evaluation_config import Note
 from infra.findings import DataFigures, break_even, headline, main_rows, warnings
-from infra.promotion import Promotion
+from infra.promotion import Outcome, Promotion
 from infra.promotion_gate import PromoteConfig, decide
-from infra.report import Report, Served, StageLine, report_markdown, stage_table
+from infra.report import NO_GATE, Report, Served, StageLine, report_markdown, run_markdown, serving_now, stage_table
 from infra.report_tables import agreement_table, result_table, verdict_table
 from tests.fakes.result_rows import NEW, PROMOTED, beside, group_rows, measured, result_row
 
@@ -24,6 +24,7 @@ SERVED = Served(
     hardware="2x Test GPU",
     versions={"torch": "2.13.0", "prefect": "3.9.1"},
     git_commit="66bd039",
+    environment={"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": "2"},
 )
 STAGES = (
     StageLine("responses", "aaaa", reused=True, num_rows=1400, status_counts={"ok": 1390, "failed": 10}),
@@ -49,6 +50,7 @@ BEFORE = Promotion(
     run_id="run",
     reasons=("acceptance length 1.50",),
 )
+STRICT = PromoteConfig(min_speedup={1: 2.0})
 REPORT = Report(
     ROWS,
     SERVED,
@@ -88,7 +90,7 @@ def test_the_main_rows_are_the_new_drafts_fastest_and_coldest() -> None:
 
 def test_a_manager_finds_verdict_promotion_and_one_table_before_anything_else() -> None:
     text = report_markdown(REPORT).partition("## ")[0]
-    assert "**Fit to be promoted**: 1.25 times as fast (1.20 to 1.30) with one request at a time" in text
+    assert "**Fit to be promoted**: 1.25 times as fast with one request at a time on questions (its 95 % " in text
     assert "`speculators/SmolLM2-135M-Instruct/promoted.json` says which one is" in text
     assert "| load | tokens/s without a draft | with eagle3 | speed-up (95 % interval) | verdict |" in text
     assert "| 8 requests in flight | 40.0 | 32.0 | 0.80 (0.77 to 0.83) | slower |" in text
@@ -99,7 +101,8 @@ def test_the_report_of_random_weights_says_why_it_is_not_promoted() -> None:
     rows = measured(accepted=[2, 0, 0], speedup=0.81)
     gate = decide(rows, NEW, PromoteConfig(min_speedup={1: 1.1}), None)
     text = report_markdown(dataclasses.replace(REPORT, rows=rows, gate=gate))
-    why = "0.81 times as fast (0.78 to 0.84) with one request at a time on questions (asked for: 1.1)"
+    low = "its 95 % interval's lower end, 0.78, must reach 1.1"
+    why = f"0.81 times as fast with one request at a time on questions ({low})"
     assert f"**Not promoted:** {why}." in text
     assert "No gate was set" in report_markdown(dataclasses.replace(REPORT, gate=None))
 
@@ -130,6 +133,7 @@ def test_the_report_of_random_weights_says_why_it_is_not_promoted() -> None:
         "Hardware: 2x Test GPU",
         "vLLM 0.32.0, prefect 3.9.1, torch 2.13.0",
         "Git commit: `66bd039`",
+        "- Environment: `OMP_NUM_THREADS=2`, `VLLM_CPU_KVCACHE_SPACE=2`",
         "eagle3: --model SmolLM2-135M-Instruct --k 3",
         "Optimizer steps: 400",
         "123,456, 100,000 of them trained on",
@@ -164,13 +168,36 @@ def test_report_says_where_answers_part_and_how_nearly_the_tokens_tied() -> None
 
 
 def test_report_of_little_is_still_a_report() -> None:
-    served = dataclasses.replace(SERVED, draft_key=None, git_commit=None, flags={}, versions={})
+    served = dataclasses.replace(SERVED, draft_key=None, git_commit=None, flags={}, versions={}, environment={})
     text = report_markdown(Report([result_row("none")], served))
     assert "Draft: none" in text
     assert "## Training" not in text
+    assert "Environment" not in text
     assert "## Warnings\n\nNone." in text
-    assert "None before this one" in text
-    assert " None " not in text.replace("\n", " ").replace("Warnings  None.", "").replace("None before", "")
+    assert "Promoted speculators" not in text
+    assert " None " not in text.replace("\n", " ").replace("Warnings  None.", "")
+
+
+def test_a_run_says_what_its_own_gate_says_and_what_serves() -> None:
+    refused = report_markdown(dataclasses.replace(REPORT, gate=decide(ROWS, NEW, STRICT, None)))
+    assert "**Not promoted:**" in refused
+    assert "So judged the gate of the run that measured it; `speculators/" in refused
+    after = dataclasses.replace(BEFORE, draft=NEW)
+    text = run_markdown("run", Outcome(True, True, ("now",)), serving_now("V", NEW, after), refused, [{"a": "b"}])
+    assert text.startswith(
+        "# Run run\n\n**Promoted: now.**\n\n`speculators/V/promoted.json` names this run's draft"
+    )
+    assert "Not promoted" not in text
+    assert "So judged" not in text
+    assert refused.split("\n\n")[3] in text
+    assert "names another draft at the end of this run: `fedc" in serving_now("V", NEW, BEFORE)
+    assert "nothing is promoted" in serving_now("V", NEW, None)
+    old = refused.replace(" So judged the gate of the run that measured it;", "")
+    for earlier in (refused, old, report_markdown(REPORT), report_markdown(dataclasses.replace(REPORT, gate=None))):
+        head = run_markdown("run", None, "", earlier, []).partition("## ")[0]
+        assert head.count(NO_GATE) == 1
+        assert head.count("promot") == 2, "NO_GATE's only"
+    assert run_markdown("run", None, "", None, []) == "# Run run\n"
 
 
 def test_every_table_line_has_as_many_cells_as_its_head() -> None:
@@ -219,6 +246,17 @@ def test_break_even_lies_where_the_speedup_falls_through_one() -> None:
             "7 of 24 answers part from those without a draft where no two tokens nearly tie. The serving stack is at",
         ),
         ("eagle3", {"temperature": 0.7, "num_failed": 1}, "eagle3 on questions at temperature 0.7: 1 requests"),
+        (
+            "eagle3",
+            {"speedup": 1.02},
+            "with one request at a time the interval of the speed-up includes 1 (0.98 to 1.06). More `evaluate.rounds`",
+        ),
+        (
+            "eagle3",
+            {"speedup": 0.81, "accepted": [120, 30, 10]},
+            "where it is faster. Acceptance length 1.16 is low for 3 drafted tokens: train on more data or for more steps",
+        ),
+        ("ngram", {"speedup": 0.81}, "No load was measured where it is faster. Do not serve it so."),
     ],
 )
 def test_warnings_about_rows(label: str, changed: dict[str, Any], said: str) -> None:
@@ -235,6 +273,7 @@ def test_near_ties_are_no_warning() -> None:
 def test_warning_where_speculation_does_not_pay_names_the_break_even() -> None:
     (line,) = warnings([row for row in measured() if row["method"] != "ngram"], DATA)
     assert "eagle3 on questions is slower than none: 0.80x with 8 requests in flight" in line
+    assert "loads measured: serve it below that." in line
     assert "Break-even lies near 2.8 requests in flight" in line  # 8 ** (ln 1.25 / (ln 1.25 - ln 0.8)) = 8 ** 0.5
 
 
