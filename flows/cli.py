@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -298,13 +299,16 @@ def _end_on_signals() -> None:
 
 
 def _reader_left() -> bool:
-    """Whether nobody reads what we print any more, as after `| head`; nothing more is then written there."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    """Whether nobody reads what we print any more, as after `| head`; nothing more is then written there.
+
+    The pipe itself is asked: unbuffered (PYTHONUNBUFFERED), nothing is left whose writing would tell.
+    """
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)  # that its other end is closed is told unasked
+    if not pipe.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _leave() -> NoReturn:

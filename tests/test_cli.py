@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -194,14 +195,20 @@ def test_verify_finds_a_complete_stage_without_one_of_its_records(
     assert f"{stage.stage}/{stage.key} shard 00002" in said(capsys)
 
 
+@pytest.mark.parametrize("unbuffered", [False, True])
 @pytest.mark.parametrize("command", [["verify"], ["verify", "--json"]])
 def test_a_reader_that_has_left_is_no_error(
-    half: Half, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+    half: Half,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    unbuffered: bool,
 ) -> None:
-    """As in `draftsmith verify ROOT | head -1`."""
+    """As in `draftsmith verify ROOT | head -1`, with PYTHONUNBUFFERED set or not."""
     read, write = os.pipe()
     os.close(read)
-    with os.fdopen(write, "w") as closed:
+    with os.fdopen(write, "wb", buffering=0 if unbuffered else -1) as pipe:
+        closed = io.TextIOWrapper(pipe, write_through=unbuffered)
         monkeypatch.setattr(sys, "stdout", closed)
         assert main([*command, str(half.root)]) == EXIT_READER_LEFT
         print("what the interpreter would still write at its end", flush=True)
