@@ -226,7 +226,8 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     run = add("run", _run, "run the pipeline here; the same command continues an interrupted run")
-    run.add_argument("--until", choices=STAGES, default=STAGES[-1], metavar="STAGE", help="the last stage to make")
+    known = f"the last stage to make: {', '.join(STAGES)}"
+    run.add_argument("--until", choices=STAGES, default=STAGES[-1], metavar="STAGE", help=known)
     plan = add("plan", _plan, "say what a run would do, reuse and cost; starts nothing")
     status = add("status", _status, "show each stage's shards: done, missing, failed rows")
     export = add(

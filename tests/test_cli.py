@@ -234,6 +234,12 @@ def test_verify_of_nothing_is_wrong_input(tmp_path: Path, capsys: pytest.Capture
     assert str(tmp_path / where) in err
 
 
+def test_the_help_lists_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert ", ".join(STAGES) in " ".join(said(capsys).split())
+
+
 def files(root: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
 

@@ -76,7 +76,12 @@ def changed(value: dict[str, Any], dotted: str, to: Any) -> dict[str, Any]:
 
 # (field, its value or None to leave it out, what the line names, what more it says)
 WRONG_FIELDS = [
-    pytest.param("rooot", "x", "rooot", "known are credentials_block, evaluate", id="unknown key at the top"),
+    pytest.param("flavour", "x", "flavour", "known are credentials_block, evaluate", id="unknown key at the top"),
+    pytest.param("rooot", "x", "rooot", "here; did you mean root?", id="mistyped key"),
+    pytest.param("prompts.sources", {"package": "x"}, "prompts.sources", "a list, not {", id="no list"),
+    pytest.param("extract.layer_ids", 4, "extract.layer_ids", "must be a list, not 4", id="no list either"),
+    pytest.param("train", 3, "train", "must be a mapping of fields, not 3", id="no section"),
+    pytest.param("vllm.environment", 3, "vllm.environment", "a mapping of names to values", id="no mapping"),
     pytest.param("generate.temprature", 0.5, "generate.temprature", "temperature", id="unknown nested key"),
     pytest.param(
         "prompts.sources",
