@@ -117,6 +117,7 @@ WRONG_FIELDS = [
     ),
     pytest.param("prompts.sources", [{}], "prompts.sources[0]", "exactly one", id="source without an origin"),
     pytest.param("vllm.max_model_len", 512, "generate.max_tokens", "no room", id="answers that cannot fit"),
+    pytest.param("vllm.max_model_len", 9000, "vllm.max_model_len", "takes 8192 tokens", id="longer than the model"),
     pytest.param("generate.servers", {"gpu_sets": [[0, 1]]}, "generate.servers.gpu_sets", "need 1", id="GPU set"),
     pytest.param("extract", {"gpu_sets": [[0, 1]]}, "extract.gpu_sets", "need 1", id="GPU set of an engine"),
     pytest.param("promote", {}, "promote.not_worse_than", "evaluate.drafts", id="a rival that is not measured"),
