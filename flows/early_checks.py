@@ -16,6 +16,7 @@ from infra.evaluation_prompts import check_heldout
 from infra.extract_process import check_vllm
 from infra.extraction_config import resolve_layer_ids
 from infra.manifest import StageRef
+from infra.prompts import check_split
 from infra.schemas import STAGES
 from infra.start_draft import folder_here, token_ids
 from infra.trackers import check_trackers
@@ -38,6 +39,10 @@ def refuse_unfit(config: PipelineConfig, stages: Mapping[str, StageRef], until: 
         if name in _CHECKS and manifest.read_manifest(stages[name].uri) is None:
             shape = shape or resolve_shape(config.verifier)
             _CHECKS[name](config, shape)
+
+
+def _check_prompts(config: PipelineConfig, _shape: VerifierShape) -> None:
+    check_split(config.prompts)
 
 
 def _check_generation(config: PipelineConfig, shape: VerifierShape) -> None:
@@ -80,6 +85,7 @@ def _check_evaluation(config: PipelineConfig, shape: VerifierShape) -> None:
 
 
 _CHECKS: Mapping[str, Callable[[PipelineConfig, VerifierShape], None]] = {
+    "prompts": _check_prompts,
     "responses": _check_generation,
     "hidden_states": _check_extraction,
     "vocab": _check_vocabulary,

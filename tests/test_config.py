@@ -126,6 +126,10 @@ WRONG_FIELDS = [
     pytest.param(
         "prompts.heldout_prompts", 7, "evaluate.concurrency", "cannot keep 8 requests", id="too few held out"
     ),
+    pytest.param(
+        "prompts.heldout_prompts", 364, "prompts.heldout_prompts", "keeps 364 of 364 usable", id="all held out"
+    ),
+    pytest.param("prompts.heldout_share", 0.9999, "prompts.heldout_share", "leave some", id="nearly all held out"),
     pytest.param("train.num_ranks", 8, "train.global_batch", "the 8 ranks; 8 is one", id="a batch for one rank"),
     pytest.param(
         "train", {"num_nodes": 2, "global_batch": 2}, "train.rendezvous_endpoint", "host:port", id="nodes"
