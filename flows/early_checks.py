@@ -50,7 +50,7 @@ def _check_generation(config: PipelineConfig, shape: VerifierShape) -> None:
         return
     check_tokenizer(config.verifier, config.vllm)
     check_chat_template(config.verifier, config.vllm)
-    check_length(config.verifier, config.vllm.for_generation(), shape)
+    check_length(config.verifier, config.vllm, shape)
 
 
 def _check_extraction(config: PipelineConfig, shape: VerifierShape) -> None:
