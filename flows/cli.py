@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -234,7 +235,8 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     run = add("run", _run, "run the pipeline here; the same command continues an interrupted run")
-    run.add_argument("--until", choices=STAGES, default=STAGES[-1], metavar="STAGE", help="the last stage to make")
+    known = f"the last stage to make: {', '.join(STAGES)}"
+    run.add_argument("--until", choices=STAGES, default=STAGES[-1], metavar="STAGE", help=known)
     plan = add("plan", _plan, "say what a run would do, reuse and cost; starts nothing")
     status = add("status", _status, "show each stage's shards: done, missing, failed rows")
     export = add(
@@ -307,13 +309,16 @@ def _end_on_signals() -> None:
 
 
 def _reader_left() -> bool:
-    """Whether nobody reads what we print any more, as after `| head`; nothing more is then written there."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    """Whether nobody reads what we print any more, as after `| head`; nothing more is then written there.
+
+    The pipe itself is asked: unbuffered (PYTHONUNBUFFERED), nothing is left whose writing would tell.
+    """
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)  # that its other end is closed is told unasked
+    if not pipe.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _leave() -> NoReturn:

@@ -5,6 +5,7 @@ Unknown keys are refused; every error names the field as the user wrote it and s
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -188,6 +189,15 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> PipelineConfig:
         raise input_error(error) from None
 
 
+# Where pydantic speaks of Python's types.
+_KINDS = {
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of names to values",
+    "model_type": "must be a mapping of fields",
+}
+
+
 def input_error(error: ValidationError) -> InputError:
     """The first thing pydantic found, as one line that names the field and says what would be right."""
     first = error.errors()[0]
@@ -195,16 +205,19 @@ def input_error(error: ValidationError) -> InputError:
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     match first["type"]:
         case "extra_forbidden":
-            problem = f"is not a known field here; known are {', '.join(_siblings(first['loc']))}"
+            known = _siblings(first["loc"])
+            meant = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+            told = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(known)}"
+            problem = f"is not a known field here; {told}"
         case "missing":
             problem = "is required and is not there"
         case "value_error":  # ours: says all itself; one about several sections begins with the field's name
             problem = first["msg"].removeprefix("Value error, ")
             if not field:
                 field, _, problem = problem.partition(": ")
-        case _:
+        case kind:
             shown = repr(first["input"])
-            problem = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+            problem = _KINDS.get(kind) or f"{first['msg'][0].lower()}{first['msg'][1:]}"
             problem += f", not {shown}" if len(shown) < 60 else ""
     return InputError(field or "config", problem + more)
 

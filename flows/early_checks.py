@@ -16,11 +16,13 @@ from infra.evaluation_prompts import check_heldout
 from infra.extract_process import check_vllm
 from infra.extraction_config import resolve_layer_ids
 from infra.manifest import StageRef
+from infra.prompts import check_split
 from infra.schemas import STAGES
 from infra.start_draft import folder_here, token_ids
 from infra.trackers import check_trackers
 from infra.training.launch import check_ranks
 from infra.verifier import VerifierShape, resolve_shape
+from infra.verifier_checks import check_chat_template, check_length, check_tokenizer
 from infra.vocab import check_size
 
 
@@ -39,10 +41,24 @@ def refuse_unfit(config: PipelineConfig, stages: Mapping[str, StageRef], until: 
             _CHECKS[name](config, shape)
 
 
+def _check_prompts(config: PipelineConfig, _shape: VerifierShape) -> None:
+    check_split(config.prompts)
+
+
+def _check_generation(config: PipelineConfig, shape: VerifierShape) -> None:
+    if config.import_states is not None or config.generate.servers.external:
+        return
+    check_tokenizer(config.verifier, config.vllm)
+    check_chat_template(config.verifier, config.vllm)
+    check_length(config.verifier, config.vllm, shape)
+
+
 def _check_extraction(config: PipelineConfig, shape: VerifierShape) -> None:
     resolve_layer_ids(config.extract, shape)
     if config.import_states is None:
         check_vllm(config.vllm)
+        check_tokenizer(config.verifier, config.vllm)
+        check_length(config.verifier, config.vllm, shape)
 
 
 def _check_vocabulary(config: PipelineConfig, shape: VerifierShape) -> None:
@@ -61,11 +77,16 @@ def _check_training(config: PipelineConfig, shape: VerifierShape) -> None:
     check_start(config.train, config.verifier, resolve_layer_ids(config.extract, shape), shape.vocab_size)
 
 
-def _check_evaluation(config: PipelineConfig, _shape: VerifierShape) -> None:
+def _check_evaluation(config: PipelineConfig, shape: VerifierShape) -> None:
     check_heldout(config.evaluate, config.prompts)
+    check_tokenizer(config.verifier, config.vllm)
+    check_chat_template(config.verifier, config.vllm)
+    check_length(config.verifier, config.vllm, shape)
 
 
 _CHECKS: Mapping[str, Callable[[PipelineConfig, VerifierShape], None]] = {
+    "prompts": _check_prompts,
+    "responses": _check_generation,
     "hidden_states": _check_extraction,
     "vocab": _check_vocabulary,
     "drafts": _check_training,

@@ -43,7 +43,7 @@ def folder_sha256(folder: Path) -> str:
     Effects: writes `$DRAFTSMITH_CACHE/hashes/<hash of the path>.json`.
     """
     memory = cache_folder() / "hashes" / f"{sha256_hex(str(folder.resolve()).encode())[:32]}.json"
-    known = _read_json(memory)
+    known = read_json(memory)
     stamps = {path.relative_to(folder).as_posix(): _stamp(path) for path in _visible_files(folder)}
     hashes = {name: known[name][1] for name, stamp in stamps.items() if _remembers(known.get(name), stamp)}
     missing = [name for name in stamps if name not in hashes]
@@ -71,7 +71,7 @@ def seal(folder: Path) -> None:
 
 def is_sealed(folder: Path) -> bool:
     """Whether the folder is sealed and every file is there as it was. Reads all of it."""
-    files = _read_json(folder / SEAL_NAME).get("files")
+    files = read_json(folder / SEAL_NAME).get("files")
     if not isinstance(files, dict) or not files:
         return False
     try:
@@ -125,7 +125,7 @@ def weights_problem(folder: Path) -> str | None:
     if not (folder / "config.json").is_file():
         return "it holds no config.json"
     names = {path.name for path in folder.glob("*.safetensors")}
-    index = _read_json(folder / "model.safetensors.index.json").get("weight_map")
+    index = read_json(folder / "model.safetensors.index.json").get("weight_map")
     wanted = set(index.values()) if isinstance(index, dict) else names
     if not wanted:
         return "it holds no *.safetensors weights (pickled weights are not loaded; convert them first)"
@@ -168,7 +168,7 @@ def _remembers(entry: Any, stamp: list[int]) -> bool:
     return isinstance(entry, list) and len(entry) == 2 and entry[0] == stamp and isinstance(entry[1], str)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The object in the file; empty when there is none or it cannot be read."""
     try:
         found = json.loads(path.read_bytes())

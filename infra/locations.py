@@ -16,8 +16,10 @@ def project_home() -> Path:
 
 def not_there(name: str) -> str:
     """In words, where a path that a config names was looked for (`config.InputPath`)."""
-    if "://" in name or Path(name).expanduser().is_absolute():
+    if "://" in name:
         return f"{name} is not there"
+    if (path := Path(name).expanduser()).is_absolute():
+        return f"{path} is not there"
     return f"{name} is not there: not beside the config file, nor in the current folder, nor in {project_home()}"
 
 

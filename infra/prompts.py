@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import io
+import itertools
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ __all__ = [
 
 TRAIN = "train"
 HELDOUT = "heldout"
+
+# Beyond as many as are held out: enough that one of them is trained on, unless almost all are held out.
+_FEW_ROWS = 100
 
 Row = dict[str, Any]  # one row of schemas.PROMPTS
 
@@ -97,7 +101,10 @@ def load_prompts(config: PromptsConfig, count_tokens: CountTokens | None = None)
             num_taken, counts, first = selection.take(source, entries)
         if not num_taken:
             reasons = ", ".join(_reasons_said(counts, {})) or "it is empty"
-            raise InputError(_field(config, index), f"{source.dataset} holds no usable prompt ({reasons})")
+            what = f"{source.file or source.dataset} holds no usable prompt ({reasons})"
+            if source.file and ".jsonl" in source.file and counts.keys() & {"wrong_type", "broken_json"}:
+                what += "; each line of a .jsonl file is one object, and a list of them belongs into a .json file"
+            raise InputError(_field(config, index), what)
         dropped[source.dataset], first_dropped[source.dataset] = counts, first
         revisions[source.dataset] = opened.revision
     prompts = selection.prompts
@@ -110,6 +117,22 @@ def load_prompts(config: PromptsConfig, count_tokens: CountTokens | None = None)
         first_dropped=first_dropped,
         revisions=revisions,
     )
+
+
+def check_split(config: PromptsConfig) -> None:
+    """Raise InputError, as `load_prompts`, where files and packages on this machine leave nothing to train on.
+
+    Of what is right only the first rows are read; what lies elsewhere is not asked, as it would be fetched.
+    """
+    if any(source.hub or "://" in (source.file or "") for source in config.sources):
+        return
+    selection, few = Selection(config, None), (config.heldout_prompts or 0) + _FEW_ROWS
+    found = []
+    for index, source in enumerate(config.sources):
+        with closing(_open(config, index).entries) as entries:
+            found.append(selection.take(source, itertools.islice(entries, few))[0])
+    if not all(found) or not _leaves_some(config, sorted(selection.prompts)):
+        load_prompts(config)  # which knows, and tells
 
 
 def left_out_said(
@@ -182,6 +205,14 @@ def _num_heldout(config: PromptsConfig, order: list[str]) -> int:
     if num_heldout >= len(order):
         raise InputError(where, f"keeps {num_heldout} of {len(order)} usable prompts out of training; leave some")
     return num_heldout
+
+
+def _leaves_some(config: PromptsConfig, order: list[str]) -> bool:
+    try:
+        _num_heldout(config, order)
+    except InputError:
+        return False
+    return True
 
 
 def _equal(place: str, other: str) -> bool:

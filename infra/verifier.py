@@ -83,7 +83,7 @@ def verifier_name(config: VerifierConfig) -> str:
     """The verifier's name without any local path: package, folder's base name or hub id."""
     if config.model.startswith(PACKAGE_PREFIX):
         return config.model.removeprefix(PACKAGE_PREFIX)
-    folder = _local_folder(config.model)
+    folder = local_folder(config.model)
     return folder.name if folder else config.model
 
 
@@ -99,7 +99,7 @@ def resolve_revision(config: VerifierConfig) -> str:
     if config.model.startswith(PACKAGE_PREFIX):
         gguf = verifier_gguf.find_gguf(config.model.removeprefix(PACKAGE_PREFIX), MODEL_FIELD)
         return _expected(config, verifier_gguf.gguf_revision(gguf))
-    if folder := _local_folder(config.model):
+    if folder := local_folder(config.model):
         if problem := folders.weights_problem(folder):
             raise InputError(MODEL_FIELD, f"{folder} cannot be used: {problem}")
         return _expected(config, folders.folder_sha256(folder))
@@ -118,7 +118,7 @@ def resolve_shape(config: VerifierConfig) -> VerifierShape:
         if shape is None:
             raise InputError(MODEL_FIELD, f"{gguf.name} does not say all of {', '.join(_SHAPE)}")
         return VerifierShape(**shape)
-    if (folder := _local_folder(config.model)) is None:
+    if (folder := local_folder(config.model)) is None:
         folder = verifier_hub.fetch_config(config.model, resolve_revision(config), MODEL_FIELD)
     return VerifierShape(**_shape(folder, config.trust_remote_code))
 
@@ -131,7 +131,7 @@ def small_folder(config: VerifierConfig) -> Path | None:
     """
     if config.model.startswith(PACKAGE_PREFIX):
         return verifier_gguf.converted(resolve_revision(config))
-    if (folder := _local_folder(config.model)) is not None:
+    if (folder := local_folder(config.model)) is not None:
         return folder
     if config.trust_remote_code:  # its code lies beside the weights
         return None
@@ -152,7 +152,7 @@ def materialize(config: VerifierConfig) -> Verifier:
         gguf = verifier_gguf.find_gguf(config.model.removeprefix(PACKAGE_PREFIX), MODEL_FIELD)
         path = verifier_gguf.convert_once(gguf, revision, MODEL_FIELD)
     else:
-        path = _local_folder(config.model) or verifier_hub.fetch_snapshot(
+        path = local_folder(config.model) or verifier_hub.fetch_snapshot(
             config.model, revision, config.revision, MODEL_FIELD
         )
     return Verifier(
@@ -168,9 +168,18 @@ def tokenizer_origin(config: VerifierConfig) -> tuple[str, str | None]:
     Raises:
         InputError, InfrastructureError: as `materialize`.
     """
-    if not config.model.startswith(PACKAGE_PREFIX) and _local_folder(config.model) is None:
+    if not config.model.startswith(PACKAGE_PREFIX) and local_folder(config.model) is None:
         return config.model, resolve_revision(config)
     return str(materialize(config).path), None
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder on this machine that `verifier.model` names, None where it is a hub id.
+
+    Raises:
+        InputError: it is a path, and no folder is there.
+    """
+    return folders.named_folder(model, MODEL_FIELD, "give a folder, package:NAME or a Hugging Face id")
 
 
 def default_layer_ids(num_hidden_layers: int) -> list[int]:
@@ -191,10 +200,6 @@ def _expected(config: VerifierConfig, revision: str) -> str:
     if config.revision and not revision.startswith(config.revision):
         raise InputError(REVISION_FIELD, f"is {config.revision}, but {config.model} has revision {revision}")
     return revision
-
-
-def _local_folder(model: str) -> Path | None:
-    return folders.named_folder(model, MODEL_FIELD, "give a folder, package:NAME or a Hugging Face id")
 
 
 def _shape(folder: Path, trust_remote_code: bool) -> dict[str, int]:

@@ -49,7 +49,7 @@ def gguf_revision(gguf: Path) -> str:
 
 
 def gguf_config(gguf: Path, field: str) -> dict[str, Any]:
-    """The model's shape, from the file's metadata, under the names of config.json.
+    """The model's shape and chat template, from the file's metadata, under transformers' names.
 
     Raises:
         InputError: the file cannot be read, or does not say.
@@ -64,6 +64,8 @@ def gguf_config(gguf: Path, field: str) -> dict[str, Any]:
         "num_hidden_layers": metadata.get(f"{architecture}.block_count"),
         "vocab_size": metadata.get(f"{architecture}.vocab_size", metadata.get("tokenizer.ggml.tokens")),
         "max_position_embeddings": metadata.get(f"{architecture}.context_length"),
+        "rope_scaling": {"factor": metadata.get(f"{architecture}.rope.scaling.factor")},
+        "chat_template": metadata.get("tokenizer.chat_template"),
     }
 
 

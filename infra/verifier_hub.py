@@ -8,6 +8,7 @@ from pathlib import Path
 
 from infra.errors import InfrastructureError, InputError
 from infra.folders import weights_problem
+from infra.locations import not_there
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT_SECONDS = 30
@@ -52,7 +53,9 @@ def resolve_commit(model: str, revision: str | None, field: str, revision_field:
     except RevisionNotFoundError as error:
         raise InputError(revision_field, f"{model} has no revision {revision} on the hub") from error
     except Exception as error:  # The errors of the hub's HTTP client have no base that is stable over versions.
-        raise InfrastructureError(f"the Hugging Face hub did not answer about {model}: {_brief(error)}") from error
+        raise InfrastructureError(
+            f"{field}: {not_there(model)}; and the Hugging Face hub did not answer about it: {_brief(error)}"
+        ) from error
     if not commit:
         raise InfrastructureError(f"the Hugging Face hub named no commit for {model}")
     return commit

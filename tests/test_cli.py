@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -195,14 +196,20 @@ def test_verify_finds_a_complete_stage_without_one_of_its_records(
     assert f"{stage.stage}/{stage.key} shard 00002" in said(capsys)
 
 
+@pytest.mark.parametrize("unbuffered", [False, True])
 @pytest.mark.parametrize("command", [["verify"], ["verify", "--json"]])
 def test_a_reader_that_has_left_is_no_error(
-    half: Half, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+    half: Half,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    unbuffered: bool,
 ) -> None:
-    """As in `draftsmith verify ROOT | head -1`."""
+    """As in `draftsmith verify ROOT | head -1`, with PYTHONUNBUFFERED set or not."""
     read, write = os.pipe()
     os.close(read)
-    with os.fdopen(write, "w") as closed:
+    with os.fdopen(write, "wb", buffering=0 if unbuffered else -1) as pipe:
+        closed = io.TextIOWrapper(pipe, write_through=unbuffered)
         monkeypatch.setattr(sys, "stdout", closed)
         assert main([*command, str(half.root)]) == EXIT_READER_LEFT
         print("what the interpreter would still write at its end", flush=True)
@@ -244,6 +251,12 @@ def test_serve_command_warns_of_the_cpus_sampler(
     assert out.count("\n") == 1
     warning = f'{evaluation_config.WRONG_SAMPLER}, and this machine has no GPU: ask with "temperature": 0 only\n'
     assert err == (warning if warned else "")
+
+
+def test_the_help_lists_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert ", ".join(STAGES) in " ".join(said(capsys).split())
 
 
 def files(root: Path) -> dict[str, int]:

@@ -76,7 +76,12 @@ def changed(value: dict[str, Any], dotted: str, to: Any) -> dict[str, Any]:
 
 # (field, its value or None to leave it out, what the line names, what more it says)
 WRONG_FIELDS = [
-    pytest.param("rooot", "x", "rooot", "known are credentials_block, evaluate", id="unknown key at the top"),
+    pytest.param("flavour", "x", "flavour", "known are credentials_block, evaluate", id="unknown key at the top"),
+    pytest.param("rooot", "x", "rooot", "here; did you mean root?", id="mistyped key"),
+    pytest.param("prompts.sources", {"package": "x"}, "prompts.sources", "a list, not {", id="no list"),
+    pytest.param("extract.layer_ids", 4, "extract.layer_ids", "must be a list, not 4", id="no list either"),
+    pytest.param("train", 3, "train", "must be a mapping of fields, not 3", id="no section"),
+    pytest.param("vllm.environment", 3, "vllm.environment", "a mapping of names to values", id="no mapping"),
     pytest.param("generate.temprature", 0.5, "generate.temprature", "temperature", id="unknown nested key"),
     pytest.param(
         "prompts.sources",
@@ -112,6 +117,7 @@ WRONG_FIELDS = [
     ),
     pytest.param("prompts.sources", [{}], "prompts.sources[0]", "exactly one", id="source without an origin"),
     pytest.param("vllm.max_model_len", 512, "generate.max_tokens", "no room", id="answers that cannot fit"),
+    pytest.param("vllm.max_model_len", 9000, "vllm.max_model_len", "takes 8192 tokens", id="longer than the model"),
     pytest.param("generate.servers", {"gpu_sets": [[0, 1]]}, "generate.servers.gpu_sets", "need 1", id="GPU set"),
     pytest.param("extract", {"gpu_sets": [[0, 1]]}, "extract.gpu_sets", "need 1", id="GPU set of an engine"),
     pytest.param("promote", {}, "promote.not_worse_than", "evaluate.drafts", id="a rival that is not measured"),
@@ -120,6 +126,10 @@ WRONG_FIELDS = [
     pytest.param(
         "prompts.heldout_prompts", 7, "evaluate.concurrency", "cannot keep 8 requests", id="too few held out"
     ),
+    pytest.param(
+        "prompts.heldout_prompts", 364, "prompts.heldout_prompts", "keeps 364 of 364 usable", id="all held out"
+    ),
+    pytest.param("prompts.heldout_share", 0.9999, "prompts.heldout_share", "leave some", id="nearly all held out"),
     pytest.param("train.num_ranks", 8, "train.global_batch", "the 8 ranks; 8 is one", id="a batch for one rank"),
     pytest.param(
         "train", {"num_nodes": 2, "global_batch": 2}, "train.rendezvous_endpoint", "host:port", id="nodes"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from infra import manifest
 from infra.errors import InputError
 from infra.manifest import Shard
 from infra.training.config import TrainConfig
+from infra.verifier import VerifierConfig, resolve_shape
+from infra.verifier_checks import check_chat_template, check_length, check_tokenizer
+from infra.vllm_config import VllmConfig
 from tests.fakes.start_draft import random_weights, write_speculator
 from tests.fakes.training_run import DRAFT_VOCAB_SIZE, LAYER_IDS, vocabulary, write_verifier
 
@@ -26,7 +31,10 @@ DRAFT = TrainConfig(num_threads=1, train_lm_head=True)
 
 @pytest.fixture(scope="module")
 def verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_verifier(tmp_path_factory.mktemp("verifier"))
+    folder = write_verifier(tmp_path_factory.mktemp("verifier"))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
 
 
 @pytest.fixture
@@ -78,6 +86,133 @@ def test_an_untested_vllm_is_refused_only_where_it_would_extract(pipeline: Calla
     assert "has vLLM 0.99.0; extraction is tested with vLLM 0.24.0, 0.32.0 only" in refusal(config)
     refuse_unfit(config, resolve(config), "responses")
     finish(config, "hidden_states")
+    refuse_unfit(config, resolve(config))
+
+
+@pytest.fixture
+def bare(tmp_path: Path, verifier: Path) -> Path:
+    """The same verifier without tokenizer and chat template."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(verifier / name, folder)
+    return folder
+
+
+NO_TOKENIZER = (
+    "verifier.model: {} holds no tokenizer, such as a tokenizer.json; copy the model's beside the weights"
+)
+NO_TEMPLATE = "verifier.model: {} has no chat template, "
+
+
+def test_a_verifier_without_a_tokenizer_is_refused_where_vllm_would_load_it(
+    pipeline: Callable[..., PipelineConfig], bare: Path
+) -> None:
+    def config(**changed: Any) -> PipelineConfig:
+        return pipeline(verifier={"model": str(bare)}, **changed)
+
+    external = config(generate={"servers": {"external": ["http://localhost:1/v1"]}})
+    refuse_unfit(external, resolve(external), "responses")
+    for stage in ("responses", "hidden_states"):
+        assert refusal(config(), stage) == NO_TOKENIZER.format(bare)
+        finish(config(), stage)
+    refuse_unfit(config(), resolve(config()), "drafts")
+    assert refusal(config()) == NO_TOKENIZER.format(bare)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "tekken.json", "a.tiktoken"]
+)
+def test_a_tokenizer_of_any_kind_will_do(pipeline: Callable[..., PipelineConfig], bare: Path, name: str) -> None:
+    (bare / name).write_text("{}")
+    config = pipeline(verifier={"model": str(bare)})
+    refuse_unfit(config, resolve(config), "prompts")
+    check_tokenizer(config.verifier, config.vllm)
+
+
+def test_a_verifier_without_a_chat_template_is_refused_where_it_would_be_asked(
+    pipeline: Callable[..., PipelineConfig], bare: Path
+) -> None:
+    (bare / "tokenizer.json").write_text("{}")
+    config = pipeline(verifier={"model": str(bare)})
+    assert refusal(config, "responses").startswith(NO_TEMPLATE.format(bare))
+    finish(config, "responses")
+    refuse_unfit(config, resolve(config), "drafts")
+    assert refusal(config).startswith(NO_TEMPLATE.format(bare))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", {"chat_template": "{{ messages }}"}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}}),
+        ("chat_template.json", {}),
+        ("processor_config.json", {"chat_template": "{{ messages }}"}),
+        ("tekken.json", {}),
+        ("config.json", {"model_type": "deepseek_v32"}),
+        (None, ["--chat-template=FILE"]),
+        (None, ["--tokenizer_mode", "mistral"]),
+    ],
+)
+def test_a_chat_template_may_stand_in_many_places(bare: Path, name: str | None, content: Any) -> None:
+    verifier, vllm = VerifierConfig(model=str(bare)), VllmConfig()
+    with pytest.raises(InputError, match=r"^verifier\.model: "):
+        check_chat_template(verifier, vllm)
+    if name is None:
+        vllm = VllmConfig(model_args=content)
+    else:
+        (bare / name).write_text(json.dumps(content))
+    check_chat_template(verifier, vllm)
+
+
+def length(folder: Path, longest: int, **changed: Any) -> str | None:
+    """What is said of `longest` tokens for the verifier of 128, whose config is changed."""
+    declared = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(declared | changed))
+    verifier = VerifierConfig(model=str(folder))
+    try:
+        check_length(verifier, VllmConfig(max_model_len=longest), resolve_shape(verifier))
+    except InputError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("longest", "changed", "takes"),
+    [
+        (128, {}, None),
+        (129, {}, 128),
+        (512, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
+        (513, {"rope_scaling": {"type": "linear", "factor": 4.0}}, 512),
+        (513, {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4}}}, 512),
+        (129, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 128),
+        (200, {"model_max_length": 200}, None),
+    ],
+)
+def test_a_length_beyond_the_verifiers_own_is_refused(
+    bare: Path, longest: int, changed: dict[str, Any], takes: int | None
+) -> None:
+    said = length(bare, longest, **changed)
+    begins = f"vllm.max_model_len: is {longest}, but {bare} takes {takes} tokens"
+    assert said is None if takes is None else str(said).startswith(begins)
+
+
+def test_whoever_allows_a_longer_one_is_not_refused(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = VerifierConfig(model=str(bare))
+    allowed = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    check_length(verifier, VllmConfig(max_model_len=129, environment=allowed), resolve_shape(verifier))
+    check_length(verifier, VllmConfig(max_model_len=129, model_args=["--hf-overrides={}"]), resolve_shape(verifier))
+    assert length(bare, 129)
+    monkeypatch.setenv(*next(iter(allowed.items())))
+    assert not length(bare, 129)
+
+
+def test_every_stage_that_starts_vllm_asks_for_the_length(pipeline: Callable[..., PipelineConfig]) -> None:
+    vllm = pipeline().vllm.model_copy(update={"max_model_len": 129})
+    config = pipeline(vllm=vllm, generate={"max_tokens": 9}, evaluate={"max_tokens": 9})
+    for stage in ("responses", "hidden_states", "evaluations"):
+        assert refusal(config, stage).startswith("vllm.max_model_len: is 129, but ")
+        finish(config, stage)
     refuse_unfit(config, resolve(config))
 
 

@@ -186,7 +186,9 @@ def test_what_one_data_set_did_not_draw_another_may_hold(tmp_path: Path) -> None
 
 def test_a_source_whose_rows_are_all_dropped_is_named(tmp_path: Path) -> None:
     file = numbered(tmp_path / "q.jsonl", 3)
-    with pytest.raises(InputError, match=r"^prompts\.sources\[0\]\.file: q holds no usable prompt \(3 too_long\)$"):
+    with pytest.raises(
+        InputError, match=r"^prompts\.sources\[0\]\.file: .*/q\.\w+ holds no usable prompt \(3 too_long\)$"
+    ):
         load_prompts(config({"file": file, "max_prompt_tokens": 1}), count_tokens=count_words)
 
 

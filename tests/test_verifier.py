@@ -451,3 +451,21 @@ def test_a_download_that_breaks_off_may_be_tried_again(monkeypatch: pytest.Monke
     wanted = VerifierConfig(model="org/model", revision=COMMIT)
     with pytest.raises(InfrastructureError, match=r"org/model.*reset by peer$"):
         materialize(wanted) if call == "snapshot_download" else resolve_shape(wanted)
+
+
+def test_a_name_that_neither_a_folder_nor_the_hub_answers_to_is_told_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def silent(*args: object, **options: object) -> None:
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", silent)
+    with pytest.raises(InfrastructureError) as caught:  # which may be tried again
+        resolve_revision(VerifierConfig(model="my-model"))
+    assert str(caught.value).startswith(
+        "verifier.model: my-model is not there: not beside the config file, nor in "
+    )
+    assert str(caught.value).endswith("hub did not answer about it: Name or service not known")
+    monkeypatch.setenv("HOME", "/home/user")
+    with pytest.raises(InputError, match=r"^verifier\.model: /home/user/my-model is not there; "):
+        resolve_revision(VerifierConfig(model="~/my-model"))
