@@ -72,7 +72,8 @@ def test_a_hub_out_of_reach_is_a_state_and_not_a_failure(tmp_path: Path, monkeyp
     config = config_of(tmp_path, verifier={"model": "org/model"})
     state: Any = asyncio.run(watch.fn(config))
     assert (state.name, state.type.value) == ("OutOfReach", "COMPLETED")
-    assert "org/model: no route to host" in state.message
+    assert "org/model is not there" in state.message
+    assert "the hub did not answer about it: no route to host" in state.message.replace("Hugging Face ", "")
     assert "Nothing was started" in state.message
 
 
