@@ -73,7 +73,7 @@ def test_a_hub_out_of_reach_is_a_state_and_not_a_failure(tmp_path: Path, monkeyp
     state: Any = asyncio.run(watch.fn(config))
     assert (state.name, state.type.value) == ("OutOfReach", "COMPLETED")
     assert "org/model is not there" in state.message
-    assert "the hub did not answer about it: no route to host" in state.message.replace("Hugging Face ", "")
+    assert "the Hugging Face hub did not answer about it: no route to host" in state.message
     assert "Nothing was started" in state.message
 
 
