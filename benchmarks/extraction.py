@@ -44,16 +44,16 @@ from extraction_peers import HOME, PEERS, Bench, Measure, Pass, tokens_in
 from transformers import AutoTokenizer
 
 from infra import manifest
-from infra.build_pool import BuildPool
-from infra.extraction import ExtractConfig, ExtractionEngine, StreamTimes, samples_of
-from infra.extraction_budget import ENCODE_SECONDS, EXTRACT_SECONDS, num_cores, shards_at_a_time
-from infra.extraction_pool import EnginePool, ShardQueue
+from infra.extraction.budget import ENCODE_SECONDS, EXTRACT_SECONDS, num_cores, shards_at_a_time
+from infra.extraction.build_pool import BuildPool
+from infra.extraction.engine import ExtractConfig, ExtractionEngine, StreamTimes, samples_of
+from infra.extraction.pool import EnginePool, ShardQueue
 from infra.hidden_states import ENCODINGS, decode
 from infra.manifest import Shard, ShardRecord, StageRef
 from infra.processes import living, process_token
 from infra.schemas import RESPONSES, STATUS_OK
-from infra.state_checks import ChecksConfig, StateChecks, open_head
-from infra.verifier import Verifier, VerifierConfig, materialize
+from infra.state_checks.checks import ChecksConfig, StateChecks, open_head
+from infra.verifiers.verifier import Verifier, VerifierConfig, materialize
 from infra.vllm_config import VllmConfig
 
 SHORTEST_TOKENS, LONGEST_TOKENS = 64, 448

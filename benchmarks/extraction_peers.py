@@ -22,7 +22,7 @@ import pyarrow as pa
 import torch
 
 from infra.processes import process_token
-from infra.verifier import Verifier, default_layer_ids
+from infra.verifiers.verifier import Verifier, default_layer_ids
 from infra.vllm_config import VllmConfig
 from infra.vllm_server import VllmServer
 

@@ -33,13 +33,13 @@ from typing import Any
 
 import psutil
 
-from infra.external_server import ExternalServer
+from infra.generation.responses import to_parquet
 from infra.inference import GenerateConfig, generate_rows
 from infra.processes import process_token
-from infra.responses import to_parquet
-from infra.server_pool import ServerPool
-from infra.servers_config import ServersConfig
-from infra.verifier import VerifierConfig, materialize
+from infra.serving.config import ServersConfig
+from infra.serving.external import ExternalServer
+from infra.serving.pool import ServerPool
+from infra.verifiers.verifier import VerifierConfig, materialize
 from infra.vllm_server import VllmConfig, VllmServer
 
 HOME = Path(__file__).resolve().parents[1]

@@ -45,13 +45,13 @@ from typing import Any
 from flows.config import PipelineConfig, load_config
 from flows.resolve import resolve
 from infra import manifest, storage
-from infra.extraction_budget import ENCODE_SECONDS, EXTRACT_SECONDS
+from infra.extraction.budget import ENCODE_SECONDS, EXTRACT_SECONDS
 from infra.locations import log_file
 from infra.manifest import StageRef
 from infra.schemas import STAGES
 from infra.tables import read_table
 from infra.training.checkpoint_files import COMMIT_FILE
-from infra.verifier import materialize
+from infra.verifiers.verifier import materialize
 from infra.vllm_config import VllmConfig, engine_environment, engine_flags
 
 HOME = Path(__file__).resolve().parents[1]

@@ -20,10 +20,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from infra import manifest, storage, storage_local
+from infra import manifest, storage
 from infra.fingerprint import stage_content
 from infra.local_s3 import LocalS3
 from infra.manifest import Shard, ShardRecord, StageRef
+from infra.stores import local as storage_local
 
 NUM_SHARDS = 10_000
 REPEATS = 3

@@ -27,16 +27,16 @@ import torch
 from safetensors.torch import save_file
 
 from infra import manifest
-from infra.build_pool import BuildPool
-from infra.extraction_config import ExtractConfig, states_meta
-from infra.extraction_rows import BuiltShard, build_shard, samples_of
+from infra.extraction.build_pool import BuildPool
+from infra.extraction.config import ExtractConfig, states_meta
+from infra.extraction.rows import BuiltShard, build_shard, samples_of
+from infra.extraction.staged_states import Staged, StreamTimes, read_staged
 from infra.hidden_states import ENCODINGS, HiddenStatesMeta
 from infra.manifest import Shard, StageRef
 from infra.processes import descendants, process_token
 from infra.schemas import RESPONSES, STATUS_OK
-from infra.staged_states import Staged, StreamTimes, read_staged
-from infra.state_checks import ChecksConfig, StateChecks, open_head
-from infra.verifier import Verifier, VerifierConfig, materialize
+from infra.state_checks.checks import ChecksConfig, StateChecks, open_head
+from infra.verifiers.verifier import Verifier, VerifierConfig, materialize
 
 SAMPLES, SHORTEST_TOKENS, LONGEST_TOKENS = 32, 64, 448
 ANY_TEXT = ChecksConfig(margin_nats=1000.0, margin_top1=0.999, norm_log_units=10.0)

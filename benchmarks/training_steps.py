@@ -20,13 +20,13 @@ from torch import Tensor
 
 from benchmarks.training_workload import Size, Workload
 from infra import storage
+from infra.drafts.vocab import VocabMap
 from infra.training import packed
 from infra.training.algorithm import trainable_parameters
 from infra.training.batch import PackedBatch
 from infra.training.config import TrainConfig
 from infra.training.eagle3 import Eagle3, build_model
 from infra.training.optimizer import DraftOptimizer
-from infra.vocab import VocabMap
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDS = 3

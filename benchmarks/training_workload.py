@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from infra import manifest, storage
+from infra.drafts.vocab import FILE_NAME, VocabMap
 from infra.fingerprint import stage_content
 from infra.hidden_states import HiddenRow, HiddenStatesMeta, encode
 from infra.manifest import Shard, StageRef
 from infra.training.config import TrainConfig, TrainSpec
-from infra.vocab import FILE_NAME, VocabMap
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,8 @@ def _export_states(options: argparse.Namespace) -> int:
 
 
 def _serve_command(options: argparse.Namespace) -> int:
-    from infra.evaluation_config import WRONG_SAMPLER, sampler_is_wrong
-    from infra.serve_command import serve_command
+    from infra.evaluation.config import WRONG_SAMPLER, sampler_is_wrong
+    from infra.promotion.serve_command import serve_command
 
     command = serve_command(options.uri, options.verifier)
     if sampler_is_wrong():

@@ -14,20 +14,20 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from infra.config import FOLDERS, Config
+from infra.drafts.vocab import VocabConfig
 from infra.errors import InputError
-from infra.evaluation_config import PROMOTED, EvaluateConfig
-from infra.extraction import ExtractConfig
+from infra.evaluation.config import PROMOTED, EvaluateConfig
+from infra.extraction.engine import ExtractConfig
 from infra.gpu_sets import check_set_sizes
 from infra.inference import GenerateConfig
-from infra.interchange_import import ImportConfig
+from infra.interchange.importing import ImportConfig
 from infra.locations import project_home
 from infra.nodes_config import NodesConfig
-from infra.promotion_gate import PromoteConfig
-from infra.prompts import PromptsConfig
+from infra.promotion.gate import PromoteConfig
+from infra.prompts.samples import PromptsConfig
 from infra.training.config import TrainConfig
-from infra.verifier import VerifierConfig
+from infra.verifiers.verifier import VerifierConfig
 from infra.vllm_server import VllmConfig
-from infra.vocab import VocabConfig
 
 
 def profile_names() -> list[str]:

@@ -12,18 +12,18 @@ from collections.abc import Callable, Mapping
 from flows.config import PipelineConfig
 from flows.import_checks import refuse_unfit_import
 from infra import manifest
-from infra.evaluation_prompts import check_heldout
-from infra.extract_process import check_vllm
-from infra.extraction_config import resolve_layer_ids
+from infra.drafts.start_draft import folder_here, token_ids
+from infra.drafts.vocab import check_size
+from infra.evaluation.prompts import check_heldout
+from infra.extraction.config import resolve_layer_ids
+from infra.extraction.process import check_vllm
 from infra.manifest import StageRef
-from infra.prompts import check_split
+from infra.prompts.samples import check_split
 from infra.schemas import STAGES
-from infra.start_draft import folder_here, token_ids
-from infra.trackers import check_trackers
+from infra.tracking.trackers import check_trackers
 from infra.training.launch import check_ranks
-from infra.verifier import VerifierShape, resolve_shape
-from infra.verifier_checks import check_chat_template, check_length, check_tokenizer
-from infra.vocab import check_size
+from infra.verifiers.checks import check_chat_template, check_length, check_tokenizer
+from infra.verifiers.verifier import VerifierShape, resolve_shape
 
 
 def refuse_unfit(config: PipelineConfig, stages: Mapping[str, StageRef], until: str = STAGES[-1]) -> None:

@@ -24,12 +24,12 @@ from infra.effort import (
     counted,
     guessed_per_second,
 )
-from infra.evaluation_config import BASELINE, EAGLE3, samplings
-from infra.extraction_budget import EXPECTED_RATIO, raw_bytes_per_token
-from infra.extraction_config import resolve_layer_ids
+from infra.evaluation.config import BASELINE, EAGLE3, samplings
+from infra.extraction.budget import EXPECTED_RATIO, raw_bytes_per_token
+from infra.extraction.config import resolve_layer_ids
 from infra.manifest import ShardRecord, StageRef, StageState
 from infra.provenance import hardware
-from infra.verifier import VerifierShape, resolve_shape
+from infra.verifiers.verifier import VerifierShape, resolve_shape
 
 MEASURED, GUESS = "measured", "guess"
 # Bytes of a row of responses for each token (ids, mask and text, compressed), and of one without tokens.

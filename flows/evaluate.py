@@ -18,9 +18,11 @@ from flows.prompts import heldout_rows
 from flows.resolve import measured_drafts, promoted_rival
 from flows.stage import Stages, StageWork, Summary, run_all, run_stage, with_restarts
 from infra import manifest
-from infra.agreement import Parting
 from infra.errors import InputError, StageFailed
-from infra.evaluation import (
+from infra.evaluation.agreement import Parting
+from infra.evaluation.config import Draft, Note, Sampling, Way, sampler_is_wrong, samplings, turns, ways
+from infra.evaluation.drafts import draft_revisions, rival_notes
+from infra.evaluation.measurement import (
     BASELINE,
     EvaluationPrompt,
     Measurement,
@@ -29,20 +31,18 @@ from infra.evaluation import (
     request_metrics_flags,
     speculative_config,
 )
-from infra.evaluation_config import Draft, Note, Sampling, Way, sampler_is_wrong, samplings, turns, ways
-from infra.evaluation_drafts import draft_revisions, rival_notes
-from infra.evaluation_prompts import read_sources, select_prompts
-from infra.evaluation_results import portable_flags
+from infra.evaluation.prompts import read_sources, select_prompts
+from infra.evaluation.results import portable_flags
 from infra.inference import ClientConfig, CompletionClient
 from infra.manifest import Shard, StageRef
-from infra.promotion import read_pointer
-from infra.prompt_filters import token_counter
-from infra.prompts import HELDOUT, TRAIN
+from infra.promotion.pointer import read_pointer
+from infra.prompts.filters import token_counter
+from infra.prompts.samples import HELDOUT, TRAIN
 from infra.provenance import git_commit, hardware, hardware_name, package_versions
 from infra.redaction import redact
-from infra.report import Served
+from infra.reports.report import Served
 from infra.tables import read_table
-from infra.verifier import Verifier
+from infra.verifiers.verifier import Verifier
 from infra.vllm_config import VllmConfig
 from infra.vllm_server import VllmServer, vllm_version
 from tasks.evaluate import (

@@ -16,9 +16,7 @@ from flows.interchange import make_imported_states
 from flows.nodes import Feed, helped
 from flows.stage import Stages, StageWork, Summary, inspect, own_inputs, run_stage
 from infra import manifest, storage
-from infra.build_pool import BuildPool
-from infra.extraction import ExtractionEngine, engine_configs
-from infra.extraction_budget import (
+from infra.extraction.budget import (
     FEWEST_SHARDS,
     Budget,
     Measured,
@@ -28,16 +26,18 @@ from infra.extraction_budget import (
     shards_at_a_time,
     stage_totals,
 )
-from infra.extraction_config import resolve_layer_ids, states_meta
-from infra.extraction_pool import EnginePool, ShardQueue
+from infra.extraction.build_pool import BuildPool
+from infra.extraction.config import resolve_layer_ids, states_meta
+from infra.extraction.engine import ExtractionEngine, engine_configs
+from infra.extraction.pool import EnginePool, ShardQueue
+from infra.extraction.staging import Staging
 from infra.gauges import show_extraction
-from infra.generation_progress import Rate
+from infra.generation.progress import Rate
 from infra.manifest import Shard, ShardRecord, StageState
 from infra.schemas import STATUS_FAILED
-from infra.staging import Staging
-from infra.state_checks import StateChecks, open_head
-from infra.state_verdict import refuse_bad_states
-from infra.verifier import Verifier, resolve_shape
+from infra.state_checks.checks import StateChecks, open_head
+from infra.state_checks.verdict import refuse_bad_states
+from infra.verifiers.verifier import Verifier, resolve_shape
 from tasks.extract import building, extract_shard, extracting, staging_of
 from tasks.progress import StageProgress
 from tasks.verifier import materialize_verifier

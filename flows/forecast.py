@@ -12,7 +12,8 @@ from flows.generate import planned_salvage
 from flows.interchange import import_costs
 from flows.resolve import resolve
 from infra import manifest, storage
-from infra.extraction_budget import (
+from infra.drafts.start_draft import START
+from infra.extraction.budget import (
     EXPECTED_RATIO,
     Budget,
     Measured,
@@ -21,14 +22,13 @@ from infra.extraction_budget import (
     readable,
     room_said,
 )
-from infra.extraction_config import resolve_layer_ids
+from infra.extraction.config import resolve_layer_ids
+from infra.generation.salvage import Salvage
 from infra.manifest import StageRef, StageState
-from infra.prompts import PromptSet, left_out_said, load_prompts
-from infra.salvage import Salvage
+from infra.prompts.samples import PromptSet, left_out_said, load_prompts
 from infra.schemas import STATUS_FAILED
-from infra.start_draft import START
 from infra.training import checkpoint_files
-from infra.verifier import resolve_shape
+from infra.verifiers.verifier import resolve_shape
 
 
 def status(config: PipelineConfig) -> list[dict[str, Any]]:

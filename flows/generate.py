@@ -18,16 +18,16 @@ from flows.interchange import make_imported_responses, plan_import
 from flows.nodes import Feed, helped
 from flows.stage import Stages, StageWork, Summary, inspect, own_inputs, refuse_failed_rows, run_all, run_stage
 from infra import manifest
-from infra.conversations import Rebuilder
-from infra.generation_progress import GenerationProgress
+from infra.generation.conversations import Rebuilder
+from infra.generation.progress import GenerationProgress
+from infra.generation.reconstruct import Reconstructor
+from infra.generation.responses import TOKEN_SOURCE_SERVER
+from infra.generation.salvage import Salvage, refuse_kept_failures, salvage_of, with_earlier
 from infra.inference import PartialShard
 from infra.manifest import Shard, ShardRecord, StageState
-from infra.prompts import TRAIN
-from infra.reconstruct import Reconstructor
-from infra.responses import TOKEN_SOURCE_SERVER
-from infra.salvage import Salvage, refuse_kept_failures, salvage_of, with_earlier
-from infra.server_pool import Launch, ServerPool
-from infra.verifier import verifier_name
+from infra.prompts.samples import TRAIN
+from infra.serving.pool import Launch, ServerPool
+from infra.verifiers.verifier import verifier_name
 from tasks.generate import generate_shard
 from tasks.generation_watch import watching
 from tasks.server import external_launches, replica_launches

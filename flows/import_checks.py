@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 from flows.config import PipelineConfig
 from infra import manifest
-from infra.extraction_config import resolve_layer_ids
-from infra.interchange_checks import Wanted, check_import
-from infra.interchange_import import IMPORTED
+from infra.extraction.config import resolve_layer_ids
+from infra.interchange.checks import Wanted, check_import
+from infra.interchange.importing import IMPORTED
 from infra.manifest import StageRef
-from infra.verifier import resolve_revision, resolve_shape, verifier_name
+from infra.verifiers.verifier import resolve_revision, resolve_shape, verifier_name
 
 
 def refuse_unfit_import(config: PipelineConfig, stages: Mapping[str, StageRef]) -> None:

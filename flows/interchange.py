@@ -19,19 +19,19 @@ from flows.import_checks import refuse_unfit_import
 from flows.resolve import resolve
 from flows.stage import Stages, StageWork, inspect, own_inputs, refuse_failed_rows, run_all
 from infra import manifest, storage
+from infra.drafts.start_draft import kept_tokens
 from infra.errors import InputError, StageFailed
-from infra.extraction_budget import EXPECTED_RATIO, readable, room_said, stage_totals
-from infra.extraction_config import resolve_layer_ids
+from infra.extraction.budget import EXPECTED_RATIO, readable, room_said, stage_totals
+from infra.extraction.config import resolve_layer_ids
 from infra.hidden_states import HiddenStatesMeta
-from infra.interchange import DataFolder
-from infra.interchange_export import export_states
-from infra.interchange_import import ImportConfig, import_revision, open_folder
+from infra.interchange.exporting import export_states
+from infra.interchange.folder import DataFolder
+from infra.interchange.importing import ImportConfig, import_revision, open_folder
 from infra.manifest import Shard
-from infra.start_draft import kept_tokens
-from infra.state_checks import StateChecks, open_head
-from infra.state_verdict import refuse_bad_states
-from infra.verifier import resolve_shape
-from infra.verifier_head import VerifierHead
+from infra.state_checks.checks import StateChecks, open_head
+from infra.state_checks.verdict import refuse_bad_states
+from infra.state_checks.verifier_head import VerifierHead
+from infra.verifiers.verifier import resolve_shape
 from tasks.interchange import import_responses, import_states
 from tasks.progress import StageProgress
 from tasks.verifier import materialize_verifier

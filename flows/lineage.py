@@ -21,7 +21,7 @@ from flows.resolve import resolve
 from flows.run_names import name_run
 from flows.stage import Summary
 from infra import storage
-from infra.promotion import Outcome
+from infra.promotion.pointer import Outcome
 from infra.provenance import provenance
 from infra.redaction import redact
 

@@ -12,11 +12,11 @@ from prefect.artifacts import acreate_image_artifact, acreate_markdown_artifact,
 from flows.lineage import Run
 from flows.stage import Summary
 from infra import storage
-from infra.findings import lowest_load
-from infra.promotion import read_pointer
-from infra.report import StageLine, run_markdown, serving_now, stage_table
-from infra.report_tables import result_table
-from infra.verifier import verifier_name
+from infra.evaluation.findings import lowest_load
+from infra.promotion.pointer import read_pointer
+from infra.reports.report import StageLine, run_markdown, serving_now, stage_table
+from infra.reports.tables import result_table
+from infra.verifiers.verifier import verifier_name
 from tasks.evaluate import REPORT_FILE, read_report, read_results
 
 PLOT = re.compile(r"!\[([^\]]*)\]\((\w+\.png)\)")

@@ -18,7 +18,7 @@ from flows.prompts import prompts
 from flows.stage import Summary, redo_damaged_shards
 from flows.train import train
 from flows.vocab import vocab
-from infra.verifier import verifier_name
+from infra.verifiers.verifier import verifier_name
 from tasks.promote import promote_draft
 
 logger = logging.getLogger("draftsmith.promotion")

@@ -10,7 +10,7 @@ from flows.config import PipelineConfig
 from flows.stage import StageWork, Summary, run_stage
 from infra import manifest
 from infra.manifest import StageRef
-from infra.prompts import HELDOUT
+from infra.prompts.samples import HELDOUT
 from infra.tables import read_table
 from tasks.prompts import write_prompts
 

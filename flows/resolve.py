@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from flows.config import PipelineConfig
-from infra import promotion
-from infra.evaluation_config import GENERATION, PROMOTED, Draft
-from infra.evaluation_drafts import draft_revisions, new_draft, other_drafts
-from infra.evaluation_prompts import source_revisions
+from infra.drafts.start_draft import START, start_revision
+from infra.evaluation.config import GENERATION, PROMOTED, Draft
+from infra.evaluation.drafts import draft_revisions, new_draft, other_drafts
+from infra.evaluation.prompts import source_revisions
 from infra.fingerprint import stage_content
-from infra.interchange_import import IMPORTED, SECTION, import_revision
+from infra.generation.salvage import salvaging
+from infra.interchange.importing import IMPORTED, SECTION, import_revision
 from infra.manifest import StageRef
-from infra.prompts import dataset_revisions
+from infra.promotion import pointer as promotion
+from infra.prompts.samples import dataset_revisions
 from infra.provenance import hardware_name
-from infra.salvage import salvaging
 from infra.schemas import SCHEMA_VERSIONS
-from infra.start_draft import START, start_revision
-from infra.verifier import resolve_revision, verifier_name
+from infra.verifiers.verifier import resolve_revision, verifier_name
 from infra.vllm_server import vllm_version
 
 

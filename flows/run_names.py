@@ -10,7 +10,7 @@ from prefect.context import FlowRunContext
 
 from flows.config import PipelineConfig
 from infra.manifest import StageRef
-from infra.verifier import verifier_name
+from infra.verifiers.verifier import verifier_name
 
 logger = logging.getLogger("draftsmith.run_names")
 

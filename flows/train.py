@@ -15,13 +15,13 @@ from flows.config import PipelineConfig
 from flows.prompts import heldout_rows
 from flows.stage import Stages, StageWork, Summary, run_stage
 from infra import manifest
+from infra.drafts.smoke_serve import SmokeServe, smoke_prompts
+from infra.drafts.vocab import FILE_NAME as VOCAB_FILE
 from infra.errors import ServerError, StageFailed
-from infra.extraction_config import resolve_layer_ids
+from infra.extraction.config import resolve_layer_ids
 from infra.manifest import Shard
-from infra.smoke_serve import SmokeServe, smoke_prompts
-from infra.trackers import check_trackers
-from infra.verifier import Verifier
-from infra.vocab import FILE_NAME as VOCAB_FILE
+from infra.tracking.trackers import check_trackers
+from infra.verifiers.verifier import Verifier
 from tasks.export import EXPORTED_FILES, Exported, commit_speculator, export_speculator
 from tasks.smoke_serve import smoke_serve
 from tasks.train import train_draft

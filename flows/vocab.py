@@ -11,9 +11,9 @@ from prefect import flow
 from flows.config import PipelineConfig
 from flows.stage import Stages, StageWork, Summary, run_stage
 from infra import manifest
+from infra.drafts.vocab import FILE_NAME
 from infra.manifest import Shard
-from infra.verifier import resolve_shape
-from infra.vocab import FILE_NAME
+from infra.verifiers.verifier import resolve_shape
 from tasks.vocab import build_vocabulary, coverage_figures
 
 

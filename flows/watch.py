@@ -27,8 +27,8 @@ from flows.config import PipelineConfig
 from flows.credentials import use_credentials
 from flows.plain_errors import show_plain_errors
 from infra.errors import InfrastructureError, InputError
-from infra.prompts import dataset_revisions
-from infra.verifier import resolve_revision, verifier_name
+from infra.prompts.samples import dataset_revisions
+from infra.verifiers.verifier import resolve_revision, verifier_name
 
 logger = logging.getLogger("draftsmith.watch")
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from infra.records import ShardRecord
-from infra.verifier import VerifierShape
+from infra.verifiers.verifier import VerifierShape
 
 UNITS = {
     "prompts": "rows",

@@ -1,7 +1,7 @@
 """Extracts hidden states with an offline vLLM engine: one model load, many shards.
 
-Run by `infra.extraction` with vLLM's interpreter, as a file, so it imports nothing of this project. It speaks JSON
-lines: one set-up line and then requests on stdin, one reply line each on stdout.
+Run by `infra.extraction.engine` with vLLM's interpreter, as a file, so it imports nothing of this project. It
+speaks JSON lines: one set-up line and then requests on stdin, one reply line each on stdout.
 
     set-up   {"engine_flags": ["--model", DIR, ...], "layer_ids": [2, 15, 27, 30]}
     reply    {"ready": "0.32.0", "max_model_len": 2048}      or {"refused": "why, in one line"} and exit code 2

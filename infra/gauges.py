@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, Gauge
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from infra.generation_progress import GenerationProgress
+from infra.generation.progress import GenerationProgress
 from infra.manifest import ShardRecord, StageRef
 
 _LABELS = ("root", "stage", "key")

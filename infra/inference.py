@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from infra.completion_client import ClientConfig, CompletionClient
-from infra.conversations import Asker, Rebuilder, answer_prompt
-from infra.generation_config import GenerateConfig
-from infra.responses import Row
+from infra.generation.completion_client import ClientConfig, CompletionClient
+from infra.generation.config import GenerateConfig
+from infra.generation.conversations import Asker, Rebuilder, answer_prompt
+from infra.generation.responses import Row
 
 __all__ = ["ClientConfig", "CompletionClient", "GenerateConfig", "PartialShard", "generate_rows"]
 
 
 class WindowedAsker(Asker, Protocol):
-    """What shards of prompts share: `CompletionClient` of one server, `infra.server_pool.ServerPool` of several."""
+    """What shards of prompts share: `CompletionClient` of one server, `serving.pool.ServerPool` of several."""
 
     window: asyncio.Semaphore
     """The slots of the requests in flight."""

@@ -23,9 +23,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from infra import storage_local, storage_s3
 from infra.errors import InputError
-from infra.storage_local import ObjectInfo
+from infra.stores import local as storage_local
+from infra.stores import s3 as storage_s3
+from infra.stores.local import ObjectInfo
 
 __all__ = [
     "ObjectInfo",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from infra import manifest, storage
 from infra.errors import DamagedShard, StageFailed
 from infra.manifest import Shard, ShardRecord
-from infra.promotion import POINTER_FILE, read_pointer
+from infra.promotion.pointer import POINTER_FILE, read_pointer
 from infra.training import checkpoint_files
 
 STAGE_FILES = ("plan.json", "manifest.json")

@@ -20,10 +20,10 @@ from typing import Any, Self
 import httpx
 
 from infra.errors import InputError, ServerError
-from infra.load_progress import LoadReport, refusal
 from infra.processes import GuardedProcess, end_stale, log_tail
 from infra.redaction import learn_secret, withheld
-from infra.server_client import server_client
+from infra.serving.client import server_client
+from infra.serving.load_progress import LoadReport, refusal
 from infra.vllm_config import VllmConfig, engine_environment, engine_flags, server_flags, vllm_version
 from infra.vllm_metrics import ServerProgress, SpeculationCounters, parse_counters, parse_progress
 

@@ -12,11 +12,13 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra import manifest
-from infra.agreement import Parting, score_partings
-from infra.evaluation import EvaluateConfig, EvaluationPrompt, Measurement, Slot, measure
-from infra.evaluation_config import Draft, Note
-from infra.evaluation_drafts import fetch_draft
-from infra.evaluation_results import (
+from infra.evaluation.agreement import Parting, score_partings
+from infra.evaluation.config import Draft, Note
+from infra.evaluation.drafts import fetch_draft
+from infra.evaluation.findings import DataFigures, main_rows
+from infra.evaluation.losslessness import PromptScorer
+from infra.evaluation.measurement import EvaluateConfig, EvaluationPrompt, Measurement, Slot, measure
+from infra.evaluation.results import (
     acceptance_parquet,
     acceptance_rows,
     agreements,
@@ -25,16 +27,13 @@ from infra.evaluation_results import (
     result_rows,
     results_parquet,
 )
-from infra.findings import DataFigures, main_rows
 from infra.inference import CompletionClient
 from infra.locations import cache_folder
-from infra.losslessness import PromptScorer
 from infra.manifest import Shard, ShardRecord, StageRef
-from infra.plots import acceptance_png, context_png, history_png, speedup_png
-from infra.plots_training import training_png, training_points
-from infra.promotion import Pointer
-from infra.promotion_gate import Decision, PromoteConfig, decide
-from infra.report import (
+from infra.promotion.gate import Decision, PromoteConfig, decide
+from infra.promotion.pointer import Pointer
+from infra.reports.plots import acceptance_png, context_png, history_png, speedup_png
+from infra.reports.report import (
     ACCEPTANCE_PLOT,
     CONTEXT_PLOT,
     HISTORY_PLOT,
@@ -44,6 +43,7 @@ from infra.report import (
     Served,
     report_markdown,
 )
+from infra.reports.training_plots import training_png, training_points
 from infra.tables import read_table
 from infra.vllm_server import VllmServer
 from tasks.export import METRICS_FILE

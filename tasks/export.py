@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from infra import manifest, storage
+from infra.drafts.export import EXPORT_FILES, ExportContract, export_draft
+from infra.drafts.vocab import VocabMap
 from infra.errors import InfrastructureError
-from infra.export import EXPORT_FILES, ExportContract, export_draft
 from infra.manifest import Shard, ShardRecord, StageRef
 from infra.schemas import EXPORT_FOLDER
 from infra.training import checkpoint
 from infra.training.best import why_exported
 from infra.training.checkpoint import Checkpoint
 from infra.training.config import TrainConfig
-from infra.verifier import Verifier
-from infra.vocab import VocabMap
+from infra.verifiers.verifier import Verifier
 from tasks.policy import in_thread, retried_task
 
 logger = logging.getLogger("draftsmith.export")

@@ -9,16 +9,16 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from infra import manifest
-from infra.build_pool import BuildPool
-from infra.extraction import ExtractConfig, ExtractionEngine, StreamTimes, samples_of
-from infra.extraction_budget import ENCODE_SECONDS, EXTRACT_SECONDS
+from infra.extraction.budget import ENCODE_SECONDS, EXTRACT_SECONDS
+from infra.extraction.build_pool import BuildPool
+from infra.extraction.engine import ExtractConfig, ExtractionEngine, StreamTimes, samples_of
+from infra.extraction.staging import Staging
 from infra.locations import log_file
 from infra.manifest import Shard, ShardRecord, StageRef
 from infra.processes import process_token
-from infra.staging import Staging
-from infra.state_checks import StateChecks
+from infra.state_checks.checks import StateChecks
 from infra.tables import read_input
-from infra.verifier import Verifier
+from infra.verifiers.verifier import Verifier
 from infra.vllm_config import VllmConfig
 from tasks.child_log import child_log
 from tasks.policy import retried_task

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Mapping
 
 from infra import manifest
-from infra.conversations import Rebuilder
 from infra.effort import token_counts
-from infra.generation_progress import GenerationProgress
+from infra.generation.conversations import Rebuilder
+from infra.generation.progress import GenerationProgress
+from infra.generation.responses import status_counts, to_parquet, turns_not_found
+from infra.generation.salvage import kept_rows
 from infra.inference import GenerateConfig, PartialShard, WindowedAsker, generate_rows
 from infra.manifest import Shard, ShardRecord, StageRef
-from infra.responses import status_counts, to_parquet, turns_not_found
-from infra.salvage import kept_rows
 from infra.tables import read_input
 from tasks.policy import retried_task
 

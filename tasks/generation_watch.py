@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from infra.gauges import end_generation, show_generation
-from infra.generation_progress import GenerationProgress
+from infra.generation.progress import GenerationProgress
 from infra.manifest import StageRef
 from infra.vllm_metrics import ServerProgress
 from tasks.progress import UPDATE_SECONDS, StageProgress
@@ -25,7 +25,7 @@ LOG_EVERY_SECONDS = 300.0
 
 
 class Servers(Protocol):
-    """The servers of a stage as one (`infra.server_pool.ServerPool`)."""
+    """The servers of a stage as one (`infra.serving.pool.ServerPool`)."""
 
     @property
     def in_flight(self) -> int:

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Mapping
 
 from infra import manifest
-from infra.extraction_rows import build_shard, samples_of
+from infra.extraction.rows import build_shard, samples_of
+from infra.generation.responses import status_counts, to_parquet
 from infra.hidden_states import HiddenStatesMeta
-from infra.interchange import DataFolder
-from infra.interchange_import import ImportConfig, import_results, response_rows
+from infra.interchange.folder import DataFolder
+from infra.interchange.importing import ImportConfig, import_results, response_rows
 from infra.manifest import Shard, ShardRecord, StageRef
-from infra.responses import status_counts, to_parquet
-from infra.state_checks import StateChecks
+from infra.state_checks.checks import StateChecks
 from infra.tables import read_input
 from tasks.policy import in_thread, retried_task
 from tasks.progress import StageProgress

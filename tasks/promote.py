@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from infra import manifest, storage
-from infra.promotion import Outcome, Promotion, figures, promote
-from infra.promotion_gate import Decision, PromoteConfig
+from infra.promotion.gate import Decision, PromoteConfig
+from infra.promotion.pointer import Outcome, Promotion, figures, promote
 from infra.schemas import EXPORT_FOLDER
 from tasks.evaluate import read_results
 from tasks.policy import in_thread, retried_task

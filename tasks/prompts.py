@@ -8,10 +8,10 @@ from typing import Any
 from infra import manifest
 from infra.errors import InputError
 from infra.manifest import Shard, StageRef
-from infra.prompt_filters import token_counter
-from infra.prompts import PromptsConfig, cut_shards, left_out_said, load_prompts, to_parquet
+from infra.prompts.filters import token_counter
+from infra.prompts.samples import PromptsConfig, cut_shards, left_out_said, load_prompts, to_parquet
 from infra.schemas import STATUS_OK
-from infra.verifier import VerifierConfig
+from infra.verifiers.verifier import VerifierConfig
 from tasks.policy import in_thread, retried_task
 
 logger = logging.getLogger("draftsmith.prompts")

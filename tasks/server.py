@@ -12,13 +12,13 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.external_server import ExternalServer
 from infra.locations import log_file
 from infra.manifest import StageRef
 from infra.processes import process_token
-from infra.server_pool import Launch
-from infra.servers_config import ServersConfig, replica_configs
-from infra.verifier import Verifier
+from infra.serving.config import ServersConfig, replica_configs
+from infra.serving.external import ExternalServer
+from infra.serving.pool import Launch
+from infra.verifiers.verifier import Verifier
 from infra.vllm_server import VllmConfig, VllmServer
 from tasks.child_log import child_log
 from tasks.policy import retried_task

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from infra.evaluation import speculative_config
-from infra.evaluation_config import EAGLE3, EvaluateConfig, Way
+from infra.drafts.smoke_serve import Messages, SmokeServe, serve_once
+from infra.evaluation.config import EAGLE3, EvaluateConfig, Way
+from infra.evaluation.measurement import speculative_config
 from infra.manifest import StageRef
-from infra.smoke_serve import Messages, SmokeServe, serve_once
-from infra.verifier import Verifier
+from infra.verifiers.verifier import Verifier
 from infra.vllm_server import VllmConfig
 from tasks.policy import retried_task
 from tasks.server import server_of

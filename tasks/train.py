@@ -17,13 +17,13 @@ from infra.locations import log_file
 from infra.manifest import ShardRecord, StageRef, inputs_sha256
 from infra.processes import GuardedProcess, end_stale, log_tail, process_token
 from infra.redaction import withheld
-from infra.trackers import trackers_of
+from infra.tracking.trackers import trackers_of
 from infra.training.config import TrainConfig, TrainSpec
 from infra.training.input_checks import check_hidden_states
 from infra.training.launch import torchrun_command
 from infra.training.progress import parse
 from infra.training.start import write_start
-from infra.verifier import Verifier
+from infra.verifiers.verifier import Verifier
 from tasks.child_log import child_log
 from tasks.policy import retried_task
 from tasks.training_watch import TrainingWatch, watching

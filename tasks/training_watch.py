@@ -15,8 +15,8 @@ from prefect.artifacts import acreate_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 
-from infra.trackers import Trackers
-from infra.training_curves import TrainingCurves
+from infra.tracking.curves import TrainingCurves
+from infra.tracking.trackers import Trackers
 from tasks.progress import StageProgress
 
 logger = logging.getLogger("draftsmith.train")

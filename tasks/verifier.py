@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infra.verifier import Verifier, VerifierConfig, materialize
+from infra.verifiers.verifier import Verifier, VerifierConfig, materialize
 from tasks.policy import in_thread, retried_task
 
 

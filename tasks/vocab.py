@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping
 
 from infra import manifest
+from infra.drafts.start_draft import StartConfig, kept_tokens
+from infra.drafts.vocab import LOWEST_COVERAGE, VocabConfig, VocabMap, build_map, count_tokens_of_shard
 from infra.manifest import Shard, ShardRecord, StageRef
-from infra.start_draft import StartConfig, kept_tokens
-from infra.vocab import LOWEST_COVERAGE, VocabConfig, VocabMap, build_map, count_tokens_of_shard
 from tasks.policy import in_thread, retried_task
 
 logger = logging.getLogger("draftsmith.vocab")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from infra.completion_client import ClientConfig, CompletionClient
+from infra.generation.completion_client import ClientConfig, CompletionClient
 from infra.inference import GenerateConfig, generate_rows
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.local_s3 import LocalS3
-from infra.storage_s3_client import VARIABLES
+from infra.stores.s3_client import VARIABLES
 
 
 @pytest.fixture(autouse=True)

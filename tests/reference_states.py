@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from infra.extraction import ExtractResult, ExtractSample
+from infra.extraction.engine import ExtractResult, ExtractSample
 from infra.locations import project_home
-from infra.verifier import Verifier
+from infra.verifiers.verifier import Verifier
 
 # The states are bf16, the reference is float32: relative differences of 0.003 to 0.02 are the rounding's.
 TOLERANCE = 0.03

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from infra.agreement import (
+from infra.errors import ServerError, StageFailed
+from infra.evaluation.agreement import (
     FAULT,
     IDENTICAL,
     MAX_SCORED,
@@ -19,7 +20,6 @@ from infra.agreement import (
     compare_outputs,
     score_partings,
 )
-from infra.errors import ServerError, StageFailed
 from tests.fakes.measurements import measurement
 
 PROMPT = (1, 2, 3)

@@ -16,15 +16,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from infra.build_pool import HOME, BuildPool
 from infra.errors import InfrastructureError, ServerError
-from infra.extraction_rows import BuiltShard, build_shard, samples_of
+from infra.extraction.build_pool import HOME, BuildPool
+from infra.extraction.rows import BuiltShard, build_shard, samples_of
+from infra.extraction.staged_states import Staged, StreamTimes, read_staged
 from infra.hidden_states import HiddenStatesMeta
 from infra.processes import descendants, living
-from infra.staged_states import Staged, StreamTimes, read_staged
-from infra.state_checks import ChecksConfig, StateChecks
-from infra.state_norms import LayerNorms
-from infra.verifier_head import VerifierHead
+from infra.state_checks.checks import ChecksConfig, StateChecks
+from infra.state_checks.norms import LayerNorms
+from infra.state_checks.verifier_head import VerifierHead
 from tests.test_extraction import response, responses
 from tests.test_state_checks import MODEL, save
 
@@ -218,7 +218,7 @@ def virtual_bytes(pid: int) -> int:
 def test_one_that_cannot_import_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch is not for this machine')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("infra.build_pool.HOME", tmp_path)
+    monkeypatch.setattr("infra.extraction.build_pool.HOME", tmp_path)
     (tmp_path / "infra").symlink_to(HOME / "infra")
     with (
         Kit(tmp_path, save(MODEL, tmp_path / "verifier")).pool as pool,

@@ -21,8 +21,9 @@ import yaml
 from flows.cli import EXIT_DONE, EXIT_FAILED, EXIT_READER_LEFT, EXIT_WRONG_INPUT, main
 from flows.config import load_config
 from flows.resolve import resolve
-from infra import evaluation_config, manifest
+from infra import manifest
 from infra import verify as verify_module
+from infra.evaluation import config as evaluation_config
 from infra.locations import project_home
 from infra.manifest import Shard, StageRef
 from infra.schemas import STAGES

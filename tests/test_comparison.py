@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from infra.comparison import Speedup, acceptance, check_length, speedup
 from infra.errors import ServerError, StageFailed
-from infra.evaluation import Measurement, Method
+from infra.evaluation.comparison import Speedup, acceptance, check_length, speedup
+from infra.evaluation.measurement import Measurement, Method
 from tests.fakes.measurements import measurement
 
 BASE = [1.0, 2.0, 3.0, 1.5, 2.5, 0.5, 1.0, 2.0]

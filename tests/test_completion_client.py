@@ -11,8 +11,8 @@ from email.utils import format_datetime
 import httpx2
 import pytest
 
-from infra.completion_endpoint import retry_after_seconds
 from infra.errors import ServerError
+from infra.generation.completion_endpoint import retry_after_seconds
 from infra.inference import CompletionClient, GenerateConfig, generate_rows
 from tests.asking import PROBE, QUICK, assert_failed, connect, one_row, prompt, prompts
 from tests.fakes.openai_server import FakeOpenAIServer, Reply

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from infra.conversations import answer_prompt, split_turns
-from infra.generation_config import GenerateConfig
-from infra.responses import Answer, Completion, loss_mask, to_parquet, turns_not_found
+from infra.generation.config import GenerateConfig
+from infra.generation.conversations import answer_prompt, split_turns
+from infra.generation.responses import Answer, Completion, loss_mask, to_parquet, turns_not_found
 from infra.schemas import RESPONSES
 from tests.asking import QUICK, assert_failed, connect, prompt
 from tests.fakes.openai_server import FakeOpenAIServer, Reply

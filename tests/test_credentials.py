@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from flows.config import PipelineConfig, load_config
 from flows.credentials import use_credentials
 from infra.errors import InputError
-from infra.storage_s3_client import VARIABLES
+from infra.stores.s3_client import VARIABLES
 
 HOME = Path(__file__).resolve().parents[1]
 SECRET = "not-to-be-seen"

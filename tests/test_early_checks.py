@@ -20,8 +20,8 @@ from infra import manifest
 from infra.errors import InputError
 from infra.manifest import Shard
 from infra.training.config import TrainConfig
-from infra.verifier import VerifierConfig, resolve_shape
-from infra.verifier_checks import check_chat_template, check_length, check_tokenizer
+from infra.verifiers.checks import check_chat_template, check_length, check_tokenizer
+from infra.verifiers.verifier import VerifierConfig, resolve_shape
 from infra.vllm_config import VllmConfig
 from tests.fakes.start_draft import random_weights, write_speculator
 from tests.fakes.training_run import DRAFT_VOCAB_SIZE, LAYER_IDS, vocabulary, write_verifier

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from infra import evaluation
 from infra.errors import InputError, ServerError, StageFailed
-from infra.evaluation import (
+from infra.evaluation import measurement as evaluation
+from infra.evaluation.config import Sampling, Way, samplings, turns, ways
+from infra.evaluation.measurement import (
     EvaluateConfig,
     EvaluationPrompt,
     Measurement,
@@ -23,8 +24,7 @@ from infra.evaluation import (
     settled_counters,
     speculative_config,
 )
-from infra.evaluation_config import Sampling, Way, samplings, turns, ways
-from infra.generation_config import GenerateConfig
+from infra.generation.config import GenerateConfig
 from infra.vllm_metrics import RequestFigures, SpeculationCounters
 from tests.fakes.measurements import DRAFT, WAYS, counters, measurement
 

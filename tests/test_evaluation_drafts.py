@@ -10,8 +10,8 @@ import pytest
 
 from infra import manifest
 from infra.errors import InputError
-from infra.evaluation_config import EvaluateConfig
-from infra.evaluation_drafts import draft_revisions, fetch_draft, new_draft, other_drafts, rival_notes
+from infra.evaluation.config import EvaluateConfig
+from infra.evaluation.drafts import draft_revisions, fetch_draft, new_draft, other_drafts, rival_notes
 from infra.fingerprint import stage_content
 from infra.manifest import Shard, StageRef
 

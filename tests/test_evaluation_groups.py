@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from infra.evaluation import Measurement, RequestResult
-from infra.evaluation_config import EvaluateConfig, Way
-from infra.evaluation_groups import GROUPS, group_rows, step_contexts, tells_all
+from infra.evaluation.config import EvaluateConfig, Way
+from infra.evaluation.groups import GROUPS, group_rows, step_contexts, tells_all
+from infra.evaluation.measurement import Measurement, RequestResult
 from infra.vllm_metrics import RequestFigures, SpeculationCounters
 from tests.fakes.measurements import DRAFT
 

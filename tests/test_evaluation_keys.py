@@ -10,8 +10,8 @@ import pytest
 
 from flows.config import PipelineConfig
 from flows.resolve import resolve
-from infra import promotion
-from infra.promotion import Promotion
+from infra.promotion import pointer as promotion
+from infra.promotion.pointer import Promotion
 
 OTHER = "0123456789abcdef"
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from infra.errors import InputError
-from infra.evaluation_config import EvaluateConfig, Sampling
-from infra.evaluation_prompts import EvaluationPrompt, read_sources, select_prompts, source_revisions
-from infra.generation_config import GenerateConfig
+from infra.evaluation.config import EvaluateConfig, Sampling
+from infra.evaluation.prompts import EvaluationPrompt, read_sources, select_prompts, source_revisions
+from infra.generation.config import GenerateConfig
 
 GENERATE = GenerateConfig(temperature=0.7, top_p=0.9, extra_body={"top_k": 5, "chat_template_kwargs": {"a": 1}})
 

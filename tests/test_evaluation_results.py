@@ -8,12 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra import schemas
-from infra.agreement import FAULT, IDENTICAL, NEAR_TIES, NOT_COMPARED
 from infra.errors import ServerError, StageFailed
-from infra.evaluation import EvaluateConfig
-from infra.evaluation_config import Way
-from infra.evaluation_groups import GROUPS
-from infra.evaluation_results import (
+from infra.evaluation.agreement import FAULT, IDENTICAL, NEAR_TIES, NOT_COMPARED
+from infra.evaluation.config import Way
+from infra.evaluation.groups import GROUPS
+from infra.evaluation.measurement import EvaluateConfig
+from infra.evaluation.results import (
     RESULTS,
     acceptance_parquet,
     acceptance_rows,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from infra.drafts.export import CONFIG_FILE, EXPORT_FILES, WEIGHTS_FILE, ExportContract, check_export, export_draft
 from infra.errors import StageFailed
-from infra.export import CONFIG_FILE, EXPORT_FILES, WEIGHTS_FILE, ExportContract, check_export, export_draft
 from infra.training.config import TrainConfig
 from infra.training.eagle3 import build_model, trainable_parameters
 from tests.fakes.training_run import HIDDEN_SIZE, LAYER_IDS, vocabulary, write_verifier

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from infra import external_server
 from infra.errors import InputError, ServerError
-from infra.external_server import ExternalServer
+from infra.serving import external as external_server
+from infra.serving.external import ExternalServer
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
 
 

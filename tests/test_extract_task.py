@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from infra import manifest
-from infra.build_pool import BuildPool
 from infra.errors import ServerError
-from infra.extraction import ExtractConfig, ExtractionEngine
-from infra.extraction_config import states_meta
-from infra.extraction_pool import EnginePool, ShardQueue
+from infra.extraction.build_pool import BuildPool
+from infra.extraction.config import states_meta
+from infra.extraction.engine import ExtractConfig, ExtractionEngine
+from infra.extraction.pool import EnginePool, ShardQueue
 from infra.fingerprint import stage_content
+from infra.generation.responses import to_parquet
 from infra.locations import log_file
 from infra.manifest import Shard, ShardRecord, StageRef
 from infra.processes import living, process_token
-from infra.responses import to_parquet
-from infra.state_checks import ChecksConfig, StateChecks
+from infra.state_checks.checks import ChecksConfig, StateChecks
 from infra.vllm_config import VllmConfig
 from tasks import extract
 from tests.test_extraction import FAKE, VERIFIER, engine, response

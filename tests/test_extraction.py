@@ -16,9 +16,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from infra import extraction_rows
 from infra.errors import InfrastructureError, InputError, ServerError
-from infra.extraction import (
+from infra.extraction import rows as extraction_rows
+from infra.extraction.engine import (
     WORKER,
     ExtractConfig,
     ExtractionEngine,
@@ -28,12 +28,12 @@ from infra.extraction import (
     resolve_layer_ids,
     samples_of,
 )
+from infra.extraction.staging import Staging
 from infra.hidden_states import decode
 from infra.processes import living
 from infra.schemas import RESPONSES
-from infra.staging import Staging
-from infra.state_checks import ChecksConfig, StateChecks
-from infra.verifier import Verifier
+from infra.state_checks.checks import ChecksConfig, StateChecks
+from infra.verifiers.verifier import Verifier
 from infra.vllm_config import VllmConfig
 from tests.fakes.extract_worker import HIDDEN_SIZE, value
 

@@ -9,8 +9,8 @@ import pytest
 
 from infra import storage
 from infra.errors import StageFailed
-from infra.extraction_budget import Budget, Measured, free_memory_bytes, readable, shards_at_a_time, stage_totals
-from infra.extraction_config import ExtractConfig
+from infra.extraction.budget import Budget, Measured, free_memory_bytes, readable, shards_at_a_time, stage_totals
+from infra.extraction.config import ExtractConfig
 from infra.fingerprint import stage_content
 from infra.manifest import ShardRecord, StageRef
 
@@ -83,7 +83,7 @@ def test_an_engine_has_as_many_shards_as_keep_it_busy(
     wanted: int,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(cores))
-    monkeypatch.setattr("infra.extraction_budget.free_memory_bytes", lambda: free_bytes)
+    monkeypatch.setattr("infra.extraction.budget.free_memory_bytes", lambda: free_bytes)
     config = ExtractConfig(shards_per_engine=said, engines=engines)
     slow = [record(number, encode_seconds=1000.0) for number in range(5)]  # the first ones of a run
     recent = [record(number, encode_seconds=encode_seconds, longest_tokens=500) for number in range(8)]

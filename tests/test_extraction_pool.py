@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from infra.errors import InputError, ServerError, StageFailed, StorageError
-from infra.extraction_pool import MAX_IDLE_LIVES, MAX_LOSSES, EnginePool, ShardQueue
+from infra.extraction.pool import MAX_IDLE_LIVES, MAX_LOSSES, EnginePool, ShardQueue
 from infra.records import Shard
 
 SHARDS = [Shard(f"{number:05d}") for number in range(12)]

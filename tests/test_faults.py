@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
-from infra import manifest, storage, storage_s3, storage_s3_client
+from infra import manifest, storage
 from infra.errors import DamagedShard, StageFailed, StorageError
 from infra.fingerprint import sha256_hex, stage_content
 from infra.manifest import Shard, ShardRecord, StageRef
+from infra.stores import s3 as storage_s3
+from infra.stores import s3_client as storage_s3_client
 from tests.fakes.faulty_stores import Draw, FaultyStore, FlakyS3Client
 
 NUM_SHARDS = 8

@@ -16,8 +16,8 @@ from infra.fingerprint import stage_content
 from infra.garbage import KEPT_SECONDS, PARTIAL, Survey, remove, survey
 from infra.leases import Lease, Timing, Waiter, lease_name
 from infra.manifest import Shard, StageRef
-from infra.promotion import promote
-from infra.promotion_gate import PromoteConfig
+from infra.promotion.gate import PromoteConfig
+from infra.promotion.pointer import promote
 from infra.training import checkpoint_files
 from infra.training.checkpoint_files import CheckpointRef
 from infra.verify import verify

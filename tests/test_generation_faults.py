@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import pyarrow.parquet as pq
 import pytest
 
-from infra.generation_progress import GenerationProgress
+from infra.generation.progress import GenerationProgress
+from infra.generation.responses import status_counts, to_parquet
 from infra.inference import CompletionClient, GenerateConfig, generate_rows
-from infra.responses import status_counts, to_parquet
 from tests.asking import PROBE, QUICK, prompts
 from tests.fakes.openai_server import FakeOpenAIServer, Reply, completion_body
 

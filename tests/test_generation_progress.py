@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 
 from infra.errors import ServerError
 from infra.fingerprint import stage_content
-from infra.generation_progress import WINDOW_SECONDS, GenerationProgress, Rate
+from infra.generation.progress import WINDOW_SECONDS, GenerationProgress, Rate
 from infra.manifest import StageRef
 from infra.vllm_metrics import ServerProgress
 from tasks import generation_watch, progress

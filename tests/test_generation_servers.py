@@ -21,8 +21,8 @@ from infra import manifest
 from infra.errors import ServerError
 from infra.manifest import Shard
 from infra.processes import descendants, living, process_token
-from infra.prompts import to_parquet
-from infra.verifier import Verifier
+from infra.prompts.samples import to_parquet
+from infra.verifiers.verifier import Verifier
 from tests.asking import PROBE, QUICK, prompts, wait_until
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
 from tests.fakes.vllm_interpreter import fake_interpreter

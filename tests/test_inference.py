@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from infra.errors import ServerError, StageFailed
-from infra.generation_progress import GenerationProgress
+from infra.generation.progress import GenerationProgress
 from infra.inference import (
     CompletionClient,
     GenerateConfig,

@@ -14,13 +14,14 @@ import pytest
 import torch
 from speculators.train.data import ArrowDataset
 
-from infra import interchange_export, manifest
+from infra import manifest
+from infra.drafts.vocab import VocabConfig
 from infra.errors import DamagedShard, InfrastructureError, InputError, StageFailed
 from infra.fingerprint import stage_content
 from infra.hidden_states import HiddenRow, HiddenStatesMeta, decode, encode
-from infra.interchange_export import Exported, export_states
+from infra.interchange import exporting as interchange_export
+from infra.interchange.exporting import Exported, export_states
 from infra.manifest import Shard, StageRef
-from infra.vocab import VocabConfig
 
 LAYER_IDS, HIDDEN_SIZE, VOCAB_SIZE = (2, 15, 27, 30), 8, 60
 FAILED = HiddenRow("bad", "failed", "norms: too long", [1, 2], [False, True], None)

@@ -20,17 +20,17 @@ from flows.import_checks import refuse_unfit_import
 from flows.interchange import plan_import
 from flows.resolve import resolve
 from infra import manifest, storage
+from infra.drafts.vocab import VocabConfig
 from infra.errors import InputError
 from infra.hidden_states import HiddenStatesFile, HiddenStatesMeta
-from infra.interchange_checks import check_import
-from infra.interchange_export import export_states
-from infra.interchange_import import import_revision, open_folder
+from infra.interchange.checks import check_import
+from infra.interchange.exporting import export_states
+from infra.interchange.importing import import_revision, open_folder
 from infra.manifest import StageRef
-from infra.state_checks import ChecksConfig, StateChecks
+from infra.state_checks.checks import ChecksConfig, StateChecks
 from infra.tables import read_table
 from infra.training.config import TrainConfig
 from infra.training.data import Schedule, ShardStore, StepLoader, build_index
-from infra.vocab import VocabConfig
 from tasks.interchange import import_responses, import_states
 from tests.fakes.data_folder import (
     HIDDEN_SIZE,

@@ -7,7 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from infra.intervals import generator, log_interval, prompt_draws, quantile_interval, ratio_interval, round_spread
+from infra.evaluation.intervals import (
+    generator,
+    log_interval,
+    prompt_draws,
+    quantile_interval,
+    ratio_interval,
+    round_spread,
+)
 
 
 def test_a_ratios_interval_is_that_of_the_normal_distribution_where_it_is_one() -> None:

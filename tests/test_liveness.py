@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infra.liveness import StallWatch
+from infra.serving.liveness import StallWatch
 from infra.vllm_metrics import EngineWork
 
 

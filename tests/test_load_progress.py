@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infra.load_progress import last_information, load_milestone, refusal
+from infra.serving.load_progress import last_information, load_milestone, refusal
 
 # vLLM 0.32 on one GPU or several, shortened; a bar is redrawn with a carriage return.
 LOG = [

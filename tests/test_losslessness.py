@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from infra.errors import ServerError, StageFailed
-from infra.losslessness import PromptScorer
+from infra.evaluation.losslessness import PromptScorer
 from tests.fakes.openai_server import FakeOpenAIServer
 
 PROMPT, COMPLETION = [5, 6, 7], [8, 9]

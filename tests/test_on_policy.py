@@ -10,12 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infra import on_policy
 from infra.errors import InputError
-from infra.on_policy import Excerpt, OnPolicy, OnPolicyConfig, _measured, measure, problem, total_problem
-from infra.state_checks import ChecksConfig, open_head
-from infra.verifier import Verifier
-from infra.verifier_head import UnknownHead, VerifierHead
+from infra.state_checks import on_policy
+from infra.state_checks.checks import ChecksConfig, open_head
+from infra.state_checks.on_policy import (
+    Excerpt,
+    OnPolicy,
+    OnPolicyConfig,
+    _measured,
+    measure,
+    problem,
+    total_problem,
+)
+from infra.state_checks.verifier_head import UnknownHead, VerifierHead
+from infra.verifiers.verifier import Verifier
 from tests.fakes.tiny_verifier import HIDDEN_SIZE, VOCAB_SIZE, Answered, answers, save, states_of, tiny_model
 
 pytestmark = pytest.mark.seconds  # a small model writes its own text first

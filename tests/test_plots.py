@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from infra.findings import groups_by_way
-from infra.plots import (
+from infra.evaluation.findings import groups_by_way
+from infra.promotion.pointer import Promotion, figures
+from infra.reports.plots import (
     NOT_PROMOTED,
     acceptance_by_position,
     acceptance_png,
@@ -20,8 +21,7 @@ from infra.plots import (
     history_png,
     speedup_png,
 )
-from infra.plots_training import TrainingPoint, smooth, training_png, training_points
-from infra.promotion import Promotion, figures
+from infra.reports.training_plots import TrainingPoint, smooth, training_png, training_points
 from tests.fakes.result_rows import NEW, PROMOTED, beside, group_rows, measured, result_row
 
 ROWS = beside(measured(), PROMOTED)

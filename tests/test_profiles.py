@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from flows.config import PipelineConfig, load_config
-from infra.prompts import load_prompts
+from infra.prompts.samples import load_prompts
 
 DEPLOYMENTS = Path(__file__).resolve().parents[1] / "deployments"
 KIMI = ("kimi-k2.5-rtx6000", "kimi-k2.5-b300")

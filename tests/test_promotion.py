@@ -10,13 +10,23 @@ from typing import Any
 
 import pytest
 
-from infra import promotion, schemas, storage
+from infra import schemas, storage
 from infra.errors import StageFailed
-from infra.evaluation_results import completed
-from infra.findings import lowest_load
-from infra.promotion import Outcome, Promotion, figures, pointer_uri, promote, read_pointer, rival, verifiers
-from infra.promotion_gate import Decision, PromoteConfig, decide
-from infra.report_tables import result_table
+from infra.evaluation.findings import lowest_load
+from infra.evaluation.results import completed
+from infra.promotion import pointer as promotion
+from infra.promotion.gate import Decision, PromoteConfig, decide
+from infra.promotion.pointer import (
+    Outcome,
+    Promotion,
+    figures,
+    pointer_uri,
+    promote,
+    read_pointer,
+    rival,
+    verifiers,
+)
+from infra.reports.tables import result_table
 from tests.fakes.result_rows import NEW, PROMOTED, beside, measured, result_row
 
 VERIFIER = "Qwen/Qwen3-8B"

@@ -13,7 +13,7 @@ from flows.config import PipelineConfig
 from flows.pipeline import speculator_pipeline
 from flows.resolve import resolve
 from infra import manifest
-from infra.evaluation_results import results_parquet
+from infra.evaluation.results import results_parquet
 from infra.manifest import Shard
 from tests.fakes.result_rows import measured
 

@@ -17,13 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra import prompt_files, prompt_sources, storage
+from infra import storage
 from infra.errors import InputError
 from infra.fingerprint import sha256_hex
-from infra.prompt_config import PromptSource
-from infra.prompt_files import UnusableRow, read_entries
-from infra.prompt_rows import conversation
-from infra.prompt_sources import open_source
+from infra.prompts import files as prompt_files
+from infra.prompts import sources as prompt_sources
+from infra.prompts.config import PromptSource
+from infra.prompts.files import UnusableRow, read_entries
+from infra.prompts.rows import conversation
+from infra.prompts.sources import open_source
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "Why?", "domain": "a"},

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from infra import prompt_hub
 from infra.errors import InfrastructureError, InputError
-from infra.prompts import PromptsConfig, dataset_revisions, load_prompts
+from infra.prompts import hub as prompt_hub
+from infra.prompts.samples import PromptsConfig, dataset_revisions, load_prompts
 from tests.fakes.hub import COMMIT, UNREACHABLE, FakeHub, run_against, serving
 
 CARD = """---
@@ -133,7 +133,7 @@ def ask(tmp_path: Path, endpoint: str, *sources: dict[str, Any], offline: bool =
     """Revision, prompts or error of each source."""
     code = (
         "import json, sys\n"
-        "from infra.prompts import *\n"
+        "from infra.prompts.samples import *\n"
         "from infra.errors import *\n"
         "for source in json.loads(sys.argv[1]):\n"
         "    config = PromptsConfig(sources=({'hub': 'org/data', **source},), heldout_prompts=0)\n"

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from flows.config import load_config
-from infra import prompt_presets
 from infra.errors import InputError
-from infra.prompt_config import PromptsConfig, PromptSource
-from infra.prompts import load_prompts
+from infra.prompts import presets as prompt_presets
+from infra.prompts.config import PromptsConfig, PromptSource
+from infra.prompts.samples import load_prompts
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(prompt_presets.PRESETS_FILE.read_text(encoding="utf-8"))
 WELL_KNOWN = {"open-perfectblend", "sharegpt", "ultrachat", "magpie", "gsm8k", "math500", "mt-bench", "humaneval"}

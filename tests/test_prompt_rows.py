@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.prompt_config import PromptSource
-from infra.prompt_files import UnusableRow
-from infra.prompt_rows import conversation
+from infra.prompts.config import PromptSource
+from infra.prompts.files import UnusableRow
+from infra.prompts.rows import conversation
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER, MORE = {"role": "user", "content": "Hi."}, {"role": "user", "content": "And then?"}

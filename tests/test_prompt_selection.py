@@ -16,10 +16,10 @@ from pydantic import ValidationError
 from flows.config import PipelineConfig
 from flows.resolve import resolve
 from infra.errors import InputError
-from infra.prompt_filters import folded_sha256, token_counter
-from infra.prompt_rows import Messages, UnusableRow
-from infra.prompts import PromptsConfig, PromptSet, Row, load_prompts
-from infra.verifier import VerifierConfig
+from infra.prompts.filters import folded_sha256, token_counter
+from infra.prompts.rows import Messages, UnusableRow
+from infra.prompts.samples import PromptsConfig, PromptSet, Row, load_prompts
+from infra.verifiers.verifier import VerifierConfig
 
 
 def write(path: Path, entries: list[Any]) -> str:
@@ -322,7 +322,7 @@ def test_memory_grows_by_what_is_kept_not_by_what_is_read(tmp_path: Path) -> Non
         file.write("[" + ",\n".join(row.replace("{}", str(number), 1) for number in range(10_000)) + "]")
     code = (
         "import resource, sys\n"
-        "from infra.prompts import *\n"
+        "from infra.prompts.samples import *\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "config = PromptsConfig(sources=({'file': sys.argv[1], 'sample': 100},), heldout_prompts=0)\n"
         "assert len(load_prompts(config).train) == 100\n"

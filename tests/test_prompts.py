@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from infra.errors import InputError
 from infra.fingerprint import sha256_hex
-from infra.prompts import (
+from infra.prompts.samples import (
     PromptsConfig,
     PromptSet,
     Row,
@@ -342,7 +342,7 @@ def test_a_split_is_looked_at_without_reading_all(tmp_path: Path, monkeypatch: p
     torn = tmp_path / "torn.json"
     torn.write_text("[" + ",".join(Path(path).read_text().splitlines()))
     with monkeypatch.context() as patched:
-        patched.setattr("infra.prompts.load_prompts", lambda _: pytest.fail("all is read"))
+        patched.setattr("infra.prompts.samples.load_prompts", lambda _: pytest.fail("all is read"))
         check_split(config({"file": path}, heldout_prompts=100))
         check_split(config({"file": path}, heldout_share=0.9))
         check_split(config({"file": str(torn)}, heldout_prompts=100))

@@ -12,9 +12,9 @@ from infra import manifest
 from infra.errors import InputError
 from infra.fingerprint import stage_content
 from infra.manifest import StageRef
-from infra.prompt_rows import Messages
-from infra.prompts import PromptsConfig, dataset_revisions
-from infra.verifier import VerifierConfig
+from infra.prompts.rows import Messages
+from infra.prompts.samples import PromptsConfig, dataset_revisions
+from infra.verifiers.verifier import VerifierConfig
 from tasks import prompts as task
 
 

@@ -15,11 +15,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from infra.errors import InputError
-from infra.generation_config import GenerateConfig
+from infra.generation.config import GenerateConfig
+from infra.generation.reconstruct import Reconstructor
+from infra.generation.responses import Answer, MissingTokenIds, RowFailure
 from infra.inference import generate_rows
-from infra.reconstruct import Reconstructor
-from infra.responses import Answer, MissingTokenIds, RowFailure
-from infra.verifier import VerifierConfig
+from infra.verifiers.verifier import VerifierConfig
 from tests.asking import QUICK, assert_failed, connect, one_row, prompt
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
 
@@ -142,7 +142,7 @@ def test_think_tokens_are_configured_where_the_tokenizer_does_not_name_them() ->
 
 
 def test_it_is_loaded_as_the_verifiers_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.reconstruct.tokenizer_origin", lambda verifier: (verifier.model, None))
+    monkeypatch.setattr("infra.generation.reconstruct.tokenizer_origin", lambda verifier: (verifier.model, None))
     verifier, config = VerifierConfig(model=str(tmp_path)), GenerateConfig(token_source="reconstructed")
     with pytest.raises(InputError, match=r"verifier\.model"):
         Reconstructor.load(verifier, config)
@@ -163,7 +163,7 @@ def test_it_is_loaded_as_the_verifiers_tokenizer(tmp_path: Path, monkeypatch: py
 def test_code_of_the_tokenizer_runs_only_where_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.reconstruct.tokenizer_origin", lambda verifier: (verifier.model, None))
+    monkeypatch.setattr("infra.generation.reconstruct.tokenizer_origin", lambda verifier: (verifier.model, None))
     trusted = []
     monkeypatch.setattr(
         "transformers.AutoTokenizer.from_pretrained",

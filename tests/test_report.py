@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 
-from infra.evaluation_config import Note
-from infra.findings import DataFigures, break_even, headline, main_rows, warnings
-from infra.promotion import Outcome, Promotion
-from infra.promotion_gate import PromoteConfig, decide
-from infra.report import NO_GATE, Report, Served, StageLine, report_markdown, run_markdown, serving_now, stage_table
-from infra.report_tables import agreement_table, result_table, verdict_table
+from infra.evaluation.config import Note
+from infra.evaluation.findings import DataFigures, break_even, headline, main_rows, warnings
+from infra.promotion.gate import PromoteConfig, decide
+from infra.promotion.pointer import Outcome, Promotion
+from infra.reports.report import (
+    NO_GATE,
+    Report,
+    Served,
+    StageLine,
+    report_markdown,
+    run_markdown,
+    serving_now,
+    stage_table,
+)
+from infra.reports.tables import agreement_table, result_table, verdict_table
 from tests.fakes.result_rows import NEW, PROMOTED, beside, group_rows, measured, result_row
 
 ROWS = beside(measured(), PROMOTED, accepted=[330, 120, 50], speedup=1.2)

@@ -8,7 +8,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from infra.responses import (
+from infra.generation.responses import (
     GarbledAnswer,
     MissingTokenIds,
     RowFailure,

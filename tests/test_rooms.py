@@ -46,8 +46,8 @@ def test_imports_point_one_way(path: Path) -> None:
     assert "tests" not in top(names)
     if room == "infra":
         assert "prefect" not in top(names), "Prefect is imported in flows/ and tasks/ only"
-    if not relative(path).startswith("infra/storage_s3"):
-        assert not top(names) & {"fsspec", "s3fs"}, "infra/storage_s3*.py are the only users of fsspec and s3fs"
+    if not relative(path).startswith("infra/stores/s3"):
+        assert not top(names) & {"fsspec", "s3fs"}, "infra/stores/s3*.py are the only users of fsspec and s3fs"
 
 
 @pytest.mark.parametrize("name", INSIDE_VLLM)
@@ -62,7 +62,6 @@ def test_the_guard_starts_fast(name: str) -> None:
     assert top(imported(HOME / name)) <= set(sys.stdlib_module_names)
 
 
-def test_every_package_is_installed_by_the_project() -> None:
-    declared = (HOME / "pyproject.toml").read_text()
+def test_every_folder_of_modules_is_a_package() -> None:
     for folder in {path.parent for path in FILES}:
-        assert f'"{relative(folder).replace("/", ".")}"' in declared
+        assert (folder / "__init__.py").exists()

@@ -17,12 +17,12 @@ from flows.generate import generate, plan_shards, planned_salvage
 from flows.resolve import resolve
 from infra import manifest, storage
 from infra.errors import DamagedShard, InputError
-from infra.generation_config import GenerateConfig
-from infra.generation_progress import GenerationProgress
+from infra.generation.config import GenerateConfig
+from infra.generation.progress import GenerationProgress
+from infra.generation.salvage import kept_rows, refuse_kept_failures, salvage_of
 from infra.inference import CompletionClient, PartialShard
 from infra.manifest import Shard, StageRef
-from infra.prompts import to_parquet
-from infra.salvage import kept_rows, refuse_kept_failures, salvage_of
+from infra.prompts.samples import to_parquet
 from infra.tables import read_table
 from tasks.generate import generate_shard
 from tests.asking import QUICK, prompts

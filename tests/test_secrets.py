@@ -25,7 +25,7 @@ from infra.locations import project_home
 from infra.logs import log_tail
 from infra.processes import GuardedProcess, living, process_token
 from infra.redaction import learn_secret, redact, redact_logs, withheld
-from infra.servers_config import ServersConfig
+from infra.serving.config import ServersConfig
 from infra.vllm_server import VllmConfig, VllmServer
 from tasks.child_log import Follower
 from tasks.policy import retried_task

@@ -15,9 +15,9 @@ from infra import manifest, storage
 from infra.errors import InputError, StageFailed
 from infra.locations import project_home
 from infra.manifest import Shard, StageRef
-from infra.promotion import promote
-from infra.promotion_gate import PromoteConfig
-from infra.serve_command import serve_command
+from infra.promotion.gate import PromoteConfig
+from infra.promotion.pointer import promote
+from infra.promotion.serve_command import serve_command
 from tests.fakes.result_rows import measured
 from tests.test_promotion import entry
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from infra.errors import InputError, ServerError
-from infra.external_server import ExternalServer
 from infra.inference import GenerateConfig, generate_rows
-from infra.server_pool import MAX_SERVER_LOSSES, Launch, ServerPool
-from infra.servers_config import ServersConfig
+from infra.serving.config import ServersConfig
+from infra.serving.external import ExternalServer
+from infra.serving.pool import MAX_SERVER_LOSSES, Launch, ServerPool
 from tests.asking import PROBE, QUICK, assert_failed, prompts, wait_until
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
 

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from infra.errors import InputError
-from infra.extraction_config import ExtractConfig, engine_configs
-from infra.generation_config import GenerateConfig
-from infra.servers_config import ServersConfig, replica_configs
+from infra.extraction.config import ExtractConfig, engine_configs
+from infra.generation.config import GenerateConfig
+from infra.serving.config import ServersConfig, replica_configs
 from infra.vllm_config import VllmConfig
 
 

@@ -15,14 +15,14 @@ import httpx
 import pytest
 
 from infra import vllm_server
+from infra.drafts.smoke_serve import GREEDY, MAX_TOKENS, NUM_REQUESTS, SmokeServe, serve_once, smoke_prompts
 from infra.errors import ServerError, StageFailed
-from infra.evaluation_config import EvaluateConfig
+from infra.evaluation.config import EvaluateConfig
 from infra.fingerprint import stage_content
 from infra.locations import project_home
 from infra.manifest import StageRef
 from infra.processes import living, process_token
-from infra.smoke_serve import GREEDY, MAX_TOKENS, NUM_REQUESTS, SmokeServe, serve_once, smoke_prompts
-from infra.verifier import Verifier
+from infra.verifiers.verifier import Verifier
 from infra.vllm_config import VllmConfig
 from infra.vllm_metrics import SpeculationCounters, parse_counters
 from tasks.smoke_serve import PURPOSE, smoke_serve
@@ -52,7 +52,7 @@ class Server:
 
 @pytest.fixture
 async def fake(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeOpenAIServer]:
-    monkeypatch.setattr("infra.evaluation.COUNTER_INTERVAL_SECONDS", 0.001)
+    monkeypatch.setattr("infra.evaluation.measurement.COUNTER_INTERVAL_SECONDS", 0.001)
     async with FakeOpenAIServer() as server:
         server.speculates = True
         yield server

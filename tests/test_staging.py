@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from infra import staging as staging_module
 from infra.errors import InfrastructureError
-from infra.staging import Staging
+from infra.extraction import staging as staging_module
+from infra.extraction.staging import Staging
 from tests.test_extraction import FILE, engine, sample
 
 

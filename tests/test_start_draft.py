@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from infra import manifest
+from infra.drafts.start_draft import StartConfig, kept_tokens, start_folder, start_revision, token_ids
+from infra.drafts.vocab import FILE_NAME, VocabConfig, VocabMap
 from infra.errors import InputError
 from infra.fingerprint import sha256_hex, stage_content
 from infra.manifest import Shard, StageRef
-from infra.start_draft import StartConfig, kept_tokens, start_folder, start_revision, token_ids
-from infra.vocab import FILE_NAME, VocabConfig, VocabMap
 from tasks.vocab import build_vocabulary
 from tests.fakes.hub import COMMIT, UNREACHABLE, run_against, serving
 from tests.fakes.start_draft import write_drafts_stage
@@ -178,7 +178,7 @@ def hub(draft: Path) -> Iterator[str]:
 def ask(tmp_path: Path, endpoint: str, call: str, *, offline: bool = False, **fields: Any) -> str:
     code = (
         "import json, sys\n"
-        "from infra.start_draft import *\n"
+        "from infra.drafts.start_draft import *\n"
         "from infra.errors import *\n"
         "try:\n"
         f"    print({call}(StartConfig(**json.loads(sys.argv[1]))))\n"

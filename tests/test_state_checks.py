@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from infra.errors import StageFailed
-from infra.extraction_rows import BuiltShard, ExtractResult, build_shard
+from infra.extraction.rows import BuiltShard, ExtractResult, build_shard
 from infra.hidden_states import HiddenStatesMeta, decode
 from infra.manifest import ShardRecord, StageRef
 from infra.schemas import RESPONSES
-from infra.state_checks import ChecksConfig, StateChecks, states_problem
-from infra.state_verdict import refuse_bad_states
-from infra.verifier_head import VerifierHead
+from infra.state_checks.checks import ChecksConfig, StateChecks, states_problem
+from infra.state_checks.verdict import refuse_bad_states
+from infra.state_checks.verifier_head import VerifierHead
 from tests.fakes.tiny_verifier import (
     HIDDEN_SIZE,
     LAYER_IDS,

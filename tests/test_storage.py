@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from infra import storage, storage_s3
+from infra import storage
 from infra.errors import InputError, StorageError
+from infra.stores import s3 as storage_s3
 
 NUM_WRITERS = 8
 SMALLEST_PART_BYTES = 5 * 2**20  # of S3
@@ -205,7 +206,7 @@ def test_a_failed_write_leaves_nothing_and_says_why(
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("infra.storage_local.os.fsync", fail)
+    monkeypatch.setattr("infra.stores.local.os.fsync", fail)
     with pytest.raises(expected, match=rf"a\.bin cannot be written: {os.strerror(number)}"):
         storage.put(storage.join(str(tmp_path), "a.bin"), b"data")
     assert list(tmp_path.iterdir()) == []

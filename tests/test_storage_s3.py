@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from infra import storage, storage_s3
+from infra import storage
 from infra.errors import InputError, StorageError
 from infra.local_s3 import LocalS3, free_ports
+from infra.stores import s3 as storage_s3
 from tests.conftest import use_server
 
 pytestmark = pytest.mark.s3
@@ -155,7 +156,8 @@ def test_an_outage_of_fifteen_seconds_is_outlasted(tmp_path: Path, monkeypatch: 
 
 PROGRAM = """
 import pathlib, sys
-from infra import storage, storage_s3
+from infra import storage
+from infra.stores import s3 as storage_s3
 uri, folder, step = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
 large, back = folder / "large.bin", folder / "back.bin"
 def peak_bytes():

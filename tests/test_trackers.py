@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from flows.config import PipelineConfig, input_error
-from infra import trackers
 from infra.errors import InputError
-from infra.mlflow_tracker import MlflowTracker
-from infra.tensorboard_tracker import TensorBoardTracker
-from infra.trackers import Line, Tracker, Trackers, check_trackers, scalars, trackers_of
+from infra.tracking import trackers
+from infra.tracking.mlflow import MlflowTracker
+from infra.tracking.tensorboard import TensorBoardTracker
+from infra.tracking.trackers import Line, Tracker, Trackers, check_trackers, scalars, trackers_of
+from infra.tracking.wandb import WandbTracker
 from infra.training.config import TrainConfig
-from infra.wandb_tracker import WandbTracker
 from tests.fakes.trackers import FakeMlflow, FakeWandb
 
 
@@ -237,7 +237,7 @@ def test_without_them_in_the_config_no_package_is_looked_for(
 def test_a_missing_package_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch, field: str, value: str, problem: str
 ) -> None:
-    monkeypatch.setattr("infra.trackers.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("infra.tracking.trackers.importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=rf"^train\.{field}: {problem}: \S+ -m pip install"):
         check_trackers(TrainConfig(**{field: value}))
 

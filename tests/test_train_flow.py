@@ -11,11 +11,11 @@ import pytest
 from flows import train as flow
 from flows.config import PipelineConfig
 from flows.stage import StageWork
+from infra.drafts.smoke_serve import SmokeServe
 from infra.errors import InfrastructureError, InputError, ServerError, StageFailed
 from infra.fingerprint import stage_content
 from infra.manifest import Shard, StageRef, StageState
-from infra.smoke_serve import SmokeServe
-from infra.verifier import Verifier
+from infra.verifiers.verifier import Verifier
 from tasks.export import Exported
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 4, "vocab_size": 96, "max_position_embeddings": 128}

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from infra.drafts.start_draft import StartConfig
+from infra.drafts.vocab import FILE_NAME
 from infra.errors import (
     DamagedShard,
     DraftsmithError,
@@ -22,13 +24,11 @@ from infra.fingerprint import stage_content
 from infra.hidden_states import HiddenRow, HiddenStatesMeta
 from infra.manifest import StageRef
 from infra.processes import process_token
-from infra.start_draft import StartConfig
-from infra.trackers import Trackers
+from infra.tracking.trackers import Trackers
 from infra.training.config import TrainConfig
 from infra.training.launch import torchrun_command
 from infra.training.progress import PREFIX
-from infra.verifier import Verifier
-from infra.vocab import FILE_NAME
+from infra.verifiers.verifier import Verifier
 from tasks import policy
 from tasks import train as task
 from tasks.train import _run_trainer

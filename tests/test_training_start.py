@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from infra.drafts.export import CONFIG_FILE, WEIGHTS_FILE
+from infra.drafts.start_draft import StartConfig
 from infra.errors import InfrastructureError, InputError
-from infra.export import CONFIG_FILE, WEIGHTS_FILE
-from infra.start_draft import StartConfig
 from infra.training import checkpoint, checkpoint_files, start
 from infra.training.checkpoint_files import CheckpointRef
 from infra.training.config import TrainConfig, TrainSpec

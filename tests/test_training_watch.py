@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from infra.trackers import Trackers
-from infra.training_curves import MAX_POINTS, SPARKS, TrainingCurves, sparkline
+from infra.tracking.curves import MAX_POINTS, SPARKS, TrainingCurves, sparkline
+from infra.tracking.trackers import Trackers
 from tasks import progress, training_watch
 from tasks.training_watch import watching
 from tests.test_trackers import Listed

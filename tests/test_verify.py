@@ -12,8 +12,8 @@ from flows.cli import EXIT_DONE, EXIT_FAILED, main
 from infra import manifest, storage
 from infra.fingerprint import sha256_hex, stage_content
 from infra.manifest import Shard, StageRef
-from infra.promotion import promote
-from infra.promotion_gate import PromoteConfig
+from infra.promotion.gate import PromoteConfig
+from infra.promotion.pointer import promote
 from infra.training.checkpoint_files import COMMIT_FILE, SHARED_FILES, STATE_FILE, CheckpointRef
 from infra.verify import verify
 from tests.fakes.result_rows import NEW, measured

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from infra.comparison import acceptance
 from infra.errors import ServerError
+from infra.evaluation.comparison import acceptance
 from infra.vllm_metrics import (
     EngineWork,
     RequestFigures,

@@ -17,9 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from infra import load_progress, vllm_server
+from infra import vllm_server
 from infra.errors import InputError, ServerError
 from infra.processes import descendants, living, process_token
+from infra.serving import load_progress
 from infra.vllm_server import VllmConfig, VllmServer
 
 # Stands where vLLM's interpreter would: `FAKE -m vllm.entrypoints.openai.api_server --host ...`. What happens before

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infra.drafts.vocab import VocabConfig, VocabMap, build_map, count_tokens, count_tokens_of_shard
 from infra.errors import InputError, StageFailed
 from infra.schemas import RESPONSES
-from infra.vocab import VocabConfig, VocabMap, build_map, count_tokens, count_tokens_of_shard
 
 
 def responses(*rows: tuple[list[int], list[bool], str]) -> pa.Table:

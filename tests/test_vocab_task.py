@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from infra import manifest
+from infra.drafts.vocab import FILE_NAME, VocabConfig, VocabMap
 from infra.fingerprint import stage_content
 from infra.manifest import Shard, ShardRecord, StageRef
-from infra.vocab import FILE_NAME, VocabConfig, VocabMap
 from tasks.vocab import build_vocabulary, coverage_figures
 from tests.test_vocab import responses
 

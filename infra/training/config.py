@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from infra.config import CONTENT, Config
-from infra.start_draft import StartConfig
+from infra.drafts.start_draft import StartConfig
 
 LossName = Literal["kl_div", "reverse_kl_div", "js_div", "ce", "tv", "nla", "lk_hybrid"]
 

@@ -20,7 +20,7 @@ from infra.training.packed_plan import PackPlan, plan_pack, row_capacity, traine
 from infra.training.rows import StepSums, forward_rows, plan_rows
 
 if TYPE_CHECKING:
-    from infra.vocab import VocabMap
+    from infra.drafts.vocab import VocabMap
 
 logger = logging.getLogger("draftsmith.training")
 
@@ -143,7 +143,7 @@ class Eagle3:
     """EAGLE-3 as the loop sees it (`infra.training.algorithm.Algorithm`)."""
 
     def objective(self, spec: TrainSpec, vocab: bytes, *, cuda: bool) -> Objective:
-        from infra.vocab import VocabMap
+        from infra.drafts.vocab import VocabMap
 
         model = build_model(
             spec.train,
@@ -164,8 +164,8 @@ class Eagle3:
         check_start(spec, folder, verifier_vocab_size)
 
     def start_weights(self, spec: TrainSpec, folder: Path, vocab: bytes) -> dict[str, Tensor]:
+        from infra.drafts.vocab import VocabMap
         from infra.training.eagle3_start import start_weights
-        from infra.vocab import VocabMap
 
         return start_weights(spec, folder, VocabMap.from_bytes(vocab))
 

@@ -20,13 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from infra.drafts.start_draft import FIELD, token_ids
+from infra.drafts.vocab import VocabMap
 from infra.errors import InputError
 from infra.folders import tensor_files
-from infra.start_draft import FIELD, token_ids
 from infra.training.algorithm import trainable_parameters
 from infra.training.config import DraftSpec, TrainSpec
 from infra.training.eagle3 import build_model, layer_config
-from infra.vocab import VocabMap
 
 logger = logging.getLogger("draftsmith.training")
 

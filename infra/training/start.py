@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 
 from infra import storage
-from infra.start_draft import folder_here, start_folder
+from infra.drafts.start_draft import folder_here, start_folder
 from infra.training import checkpoint, checkpoint_files
 from infra.training.algorithm import algorithm
 from infra.training.config import DraftSpec, TrainConfig, TrainSpec
-from infra.verifier import VerifierConfig, small_folder
+from infra.verifiers.verifier import VerifierConfig, small_folder
 
 logger = logging.getLogger("draftsmith.training")
 

@@ -15,7 +15,7 @@ from flows.config import PipelineConfig
 from flows.generate import plan_shards as plan_responses
 from flows.resolve import resolve
 from infra import manifest
-from infra.responses import status_counts, to_parquet
+from infra.generation.responses import status_counts, to_parquet
 from infra.schemas import RESPONSES, STATUS_OK
 from tasks.prompts import write_prompts
 from tests.e2e.conftest import Finished, tiny_config

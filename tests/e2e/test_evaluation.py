@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.cli import EXIT_DONE
-from infra.agreement import IDENTICAL, NEAR_TIES
+from infra.evaluation.agreement import IDENTICAL, NEAR_TIES
 from tests.e2e.conftest import Commands, Finished
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]

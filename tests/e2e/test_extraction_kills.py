@@ -2,7 +2,7 @@
 stage completes in one run, and no shard that was committed is made again.
 
 Of many small shards; the moments are drawn from a seed. Each kill comes after a commit of the worker's own, so that
-none of them counts against it (`infra.extraction_pool.MAX_IDLE_LIVES`).
+none of them counts against it (`infra.extraction.pool.MAX_IDLE_LIVES`).
 """
 
 from __future__ import annotations

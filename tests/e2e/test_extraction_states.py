@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from infra.extraction import ExtractConfig, ExtractionEngine, ExtractSample, StreamTimes
+from infra.extraction.engine import ExtractConfig, ExtractionEngine, ExtractSample, StreamTimes
 from infra.processes import living, process_token
-from infra.verifier import Verifier, VerifierConfig, materialize
+from infra.verifiers.verifier import Verifier, VerifierConfig, materialize
 from infra.vllm_config import VllmConfig
 from tests.reference_states import assert_states_agree, conversations
 

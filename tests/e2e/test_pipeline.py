@@ -22,7 +22,7 @@ from infra.locations import cache_folder, project_home
 from infra.manifest import read_records
 from infra.schemas import EVALUATIONS, PROMPTS, RESPONSES, STAGES
 from infra.storage import list_objects
-from infra.verifier import VerifierConfig, materialize
+from infra.verifiers.verifier import VerifierConfig, materialize
 from infra.verify import verify
 from tests.e2e.conftest import Commands, Finished
 

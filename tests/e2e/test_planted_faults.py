@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from infra.extraction import BuiltShard, ExtractConfig, ExtractResult, build_shard
-from infra.extraction_config import states_meta
+from infra.extraction.config import states_meta
+from infra.extraction.engine import BuiltShard, ExtractConfig, ExtractResult, build_shard
 from infra.hidden_states import HiddenStatesMeta, decode
 from infra.manifest import read_records
 from infra.schemas import RESPONSES, STATUS_FAILED
-from infra.state_checks import ChecksConfig, StateChecks, open_head, states_problem
-from infra.verifier import Verifier, VerifierConfig, materialize
+from infra.state_checks.checks import ChecksConfig, StateChecks, open_head, states_problem
+from infra.verifiers.verifier import Verifier, VerifierConfig, materialize
 from tests.e2e.conftest import Finished
 from tests.reference_states import conversations, reference_states
 

@@ -25,7 +25,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from flows.registration import save_block
 from infra import guard, storage
 from infra.local_s3 import LocalS3
-from infra.storage_s3_client import VARIABLES
+from infra.stores.s3_client import VARIABLES
 from tests.conftest import use_server
 from tests.e2e.conftest import tiny_config
 from tests.e2e.prefect_stack import PrefectStack

@@ -20,9 +20,9 @@ import pytest
 
 from infra.inference import GenerateConfig, generate_rows
 from infra.processes import living, process_token
-from infra.server_pool import ServerPool
-from infra.servers_config import ServersConfig
-from infra.verifier import VerifierConfig, materialize
+from infra.serving.config import ServersConfig
+from infra.serving.pool import ServerPool
+from infra.verifiers.verifier import VerifierConfig, materialize
 from infra.vllm_server import VllmConfig, VllmServer, parse_counters, parse_progress
 from tests.asking import prompts
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from flows.cli import EXIT_DONE
-from infra.completion_client import ClientConfig, CompletionClient
+from infra.drafts.smoke_serve import GREEDY, NUM_REQUESTS, smoke_prompts
+from infra.evaluation.losslessness import PromptScorer
+from infra.generation.completion_client import ClientConfig, CompletionClient
 from infra.locations import log_file
-from infra.losslessness import PromptScorer
 from infra.processes import process_token
-from infra.smoke_serve import GREEDY, NUM_REQUESTS, smoke_prompts
-from infra.verifier import VerifierConfig, materialize
+from infra.verifiers.verifier import VerifierConfig, materialize
 from infra.vllm_server import VllmConfig, VllmServer
 from tests.e2e.conftest import Commands, Finished
 

@@ -18,12 +18,12 @@ from uuid import uuid4
 import pytest
 from transformers import AutoTokenizer
 
-from infra.generation_config import GenerateConfig
+from infra.generation.config import GenerateConfig
+from infra.generation.reconstruct import Reconstructor
+from infra.generation.responses import MissingTokenIds, RowFailure
 from infra.inference import CompletionClient, generate_rows
 from infra.processes import end_stale, process_token
-from infra.reconstruct import Reconstructor
-from infra.responses import MissingTokenIds, RowFailure
-from infra.verifier import VerifierConfig, materialize
+from infra.verifiers.verifier import VerifierConfig, materialize
 from infra.vllm_server import VllmConfig, VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -111,7 +111,7 @@ class Watched:
         assert sorted(event["payload"]["revisions"]["verifier"] for event in self.changes()) == sorted(revisions)
 
     def revision(self) -> str:
-        from infra.verifier import resolve_revision
+        from infra.verifiers.verifier import resolve_revision
 
         return resolve_revision(self.config.verifier)
 

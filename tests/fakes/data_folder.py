@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from speculators.data_generation.preprocessing import build_speculator_training_dataset
 
 from flows.config import PipelineConfig
-from infra.interchange_checks import check_import
+from infra.interchange.checks import check_import
 
 LAYER_IDS = (1, 2, 4, 6)
 NUM_LAYERS, HIDDEN_SIZE, VOCAB_SIZE = len(LAYER_IDS), 8, 50

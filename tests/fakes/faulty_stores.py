@@ -144,7 +144,7 @@ class FaultyStore:
 
 
 class FlakyS3Client:
-    """The methods of an S3 client that `infra.storage_s3` uses, over a wire that fails; the store itself is right."""
+    """The methods of an S3 client that `infra.stores.s3` uses, over a wire that fails; the store itself is right."""
 
     def __init__(self, draw: Draw) -> None:
         self.draw = draw

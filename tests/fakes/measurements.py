@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from infra.evaluation import EvaluateConfig, Measurement, Method, RequestResult
-from infra.evaluation_config import Draft, Sampling, Way
-from infra.evaluation_results import result_rows
+from infra.evaluation.config import Draft, Sampling, Way
+from infra.evaluation.measurement import EvaluateConfig, Measurement, Method, RequestResult
+from infra.evaluation.results import result_rows
 from infra.vllm_metrics import RequestFigures, SpeculationCounters
 
 DRAFT = Draft(

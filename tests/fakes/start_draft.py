@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from infra import manifest
-from infra.export import CONFIG_FILE, WEIGHTS_FILE, ExportContract, export_draft
+from infra.drafts.export import CONFIG_FILE, WEIGHTS_FILE, ExportContract, export_draft
+from infra.drafts.vocab import VocabMap
 from infra.fingerprint import stage_content
 from infra.manifest import Shard, StageRef
 from infra.training.config import TrainConfig
 from infra.training.eagle3 import build_model, trainable_parameters
-from infra.vocab import VocabMap
 from tests.fakes.training_run import HIDDEN_SIZE, LAYER_IDS, VERIFIER_VOCAB_SIZE
 
 

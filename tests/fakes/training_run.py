@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from infra import manifest, storage
+from infra.drafts.vocab import FILE_NAME, VocabMap
 from infra.fingerprint import stage_content
 from infra.hidden_states import HiddenRow, HiddenStatesMeta, encode
 from infra.manifest import Shard, StageRef
 from infra.training.config import TrainConfig, TrainSpec
-from infra.vocab import FILE_NAME, VocabMap
 
 HIDDEN_SIZE = 32
 VERIFIER_VOCAB_SIZE = 96

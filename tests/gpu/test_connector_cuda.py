@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from infra.extraction import ExtractConfig, ExtractionEngine
+from infra.extraction.engine import ExtractConfig, ExtractionEngine
 from infra.locations import project_home
 from infra.processes import living, process_token
-from infra.verifier import VerifierConfig, materialize
+from infra.verifiers.verifier import VerifierConfig, materialize
 from infra.vllm_config import VllmConfig
 
 pytestmark = pytest.mark.gpu
