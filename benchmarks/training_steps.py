@@ -25,7 +25,8 @@ from infra.training import packed
 from infra.training.algorithm import trainable_parameters
 from infra.training.batch import PackedBatch
 from infra.training.config import TrainConfig
-from infra.training.eagle3 import Eagle3, build_model
+from infra.training.eagle3 import Eagle3
+from infra.training.eagle3_model import build_model
 from infra.training.optimizer import DraftOptimizer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,8 +14,9 @@ from safetensors.torch import load, save
 
 from infra.drafts.export import CONFIG_FILE, EXPORT_FILES, WEIGHTS_FILE, ExportContract, check_export, export_draft
 from infra.errors import StageFailed
+from infra.training.algorithm import trainable_parameters
 from infra.training.config import TrainConfig
-from infra.training.eagle3 import build_model, trainable_parameters
+from infra.training.eagle3_model import build_model
 from tests.fakes.training_run import HIDDEN_SIZE, LAYER_IDS, vocabulary, write_verifier
 
 TRAIN = TrainConfig()

@@ -16,7 +16,8 @@ from infra.errors import InputError
 from infra.tracking import trackers
 from infra.tracking.mlflow import MlflowTracker
 from infra.tracking.tensorboard import TensorBoardTracker
-from infra.tracking.trackers import Line, Tracker, Trackers, check_trackers, scalars, trackers_of
+from infra.tracking.tracker import Line, Tracker, scalars
+from infra.tracking.trackers import Trackers, check_trackers, trackers_of
 from infra.tracking.wandb import WandbTracker
 from infra.training.config import TrainConfig
 from tests.fakes.trackers import FakeMlflow, FakeWandb

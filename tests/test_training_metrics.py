@@ -9,7 +9,8 @@ import torch
 
 from infra.training.batch import PackedBatch
 from infra.training.config import TrainConfig
-from infra.training.eagle3 import SUM_COLUMNS, Eagle3Objective, build_model
+from infra.training.eagle3 import SUM_COLUMNS, Eagle3Objective
+from infra.training.eagle3_model import build_model
 from infra.training.progress import metrics_line
 from tests.fakes.training_run import LAYER_IDS, VERIFIER_VOCAB_SIZE, vocabulary, write_verifier
 

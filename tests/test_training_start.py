@@ -201,7 +201,7 @@ def test_rows_of_the_head_follow_their_tokens(
         folder = write_original(tmp_path / "original", folder)
     ours = vocabulary()
     found = start_weights(spec_of(verifier, folder, ORIGINAL), folder, ours)["lm_head.weight"]
-    from infra.training.eagle3 import build_model
+    from infra.training.eagle3_model import build_model
 
     verifiers_rows = build_model(CONFIG, ours, verifier, LAYER_IDS[:-1]).lm_head.weight.detach()
     row_of = {int(token): row for row, token in enumerate(theirs.token_ids)}

@@ -83,7 +83,8 @@ def export_draft(
     Raises:
         StageFailed: the weights are not those of this config's draft, or the contract is broken.
     """
-    from infra.training.eagle3 import build_model, trainable_parameters
+    from infra.training.algorithm import trainable_parameters
+    from infra.training.eagle3_model import build_model
 
     model = build_model(
         train,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infra.tracking.trackers import Line, scalars
+from infra.tracking.tracker import Line, scalars
 
 RUN_TAG = "draftsmith.run"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.tracking.trackers import Line, scalars
+from infra.tracking.tracker import Line, scalars
 
 FLUSH_SECONDS = 10
 

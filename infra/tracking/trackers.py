@@ -15,10 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
 
 from infra.errors import InputError
 from infra.locations import tracker_folder
+from infra.tracking.mlflow import MlflowTracker
+from infra.tracking.tensorboard import TensorBoardTracker
+from infra.tracking.tracker import Line, Tracker
+from infra.tracking.wandb import WandbTracker
 from infra.training.config import TrainConfig
 
 logger = logging.getLogger("draftsmith.trackers")
@@ -28,21 +31,6 @@ logger = logging.getLogger("draftsmith.trackers")
 CLOSE_SECONDS = 30.0
 CLOSE_INTERRUPTED_SECONDS = 5.0
 WANDB_KEY = "WANDB_API_KEY"
-
-Line = Mapping[str, Any]  # of infra.training.progress.metrics_line
-
-
-class Tracker(Protocol):
-    """One place where metrics are shown. Every method may raise; it is then left alone for the rest of the run."""
-
-    def begin(self, lines: Sequence[Line]) -> None:
-        """The run goes on from here: these lines stand, in order. Called again when the trainer starts anew."""
-
-    def log(self, line: Line) -> None:
-        """One more line."""
-
-    def close(self, done: bool) -> None:
-        """The trainer has ended; `done`: at its last step. An interrupted run is begun again by a later process."""
 
 
 def check_trackers(config: TrainConfig) -> None:
@@ -61,33 +49,12 @@ def _require_package(name: str, field: str) -> None:
         raise InputError(field, f"needs the package {name}, which is not installed: {command}")
 
 
-def scalars(line: Line) -> dict[str, float]:
-    """The numbers of a line by name: `train/loss`, `validation/loss_per_ttt_step/1`."""
-    found: dict[str, float] = {}
-    for name, value in line.items():
-        if name in ("kind", "step", "num_steps"):
-            continue
-        values = (
-            {f"/{place}": item for place, item in enumerate(value, 1)} if isinstance(value, list) else {"": value}
-        )
-        found |= {
-            f"{line['kind']}/{name}{place}": float(item)
-            for place, item in values.items()
-            if isinstance(item, int | float)
-        }
-    return found
-
-
 def trackers_of(config: TrainConfig, key: str) -> Trackers:
     """The trackers of one draft; what they need is imported in their threads.
 
     Args:
         key: of the drafts stage.
     """
-    from infra.tracking.mlflow import MlflowTracker
-    from infra.tracking.tensorboard import TensorBoardTracker
-    from infra.tracking.wandb import WandbTracker
-
     run = f"drafts-{key}"
     folder = tracker_folder("tensorboard", key)
     logger.info("TensorBoard shows this run with: tensorboard --logdir %s", folder)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.tracking.trackers import Line, scalars
+from infra.tracking.tracker import Line, scalars
 
 
 class WandbTracker:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from infra.training.batch import PackedBatch
-from infra.training.config import DraftSpec, TrainConfig, TrainSpec
+from infra.training.config import DraftSpec, TrainSpec
 
 
 class Prepared(Protocol):
@@ -90,13 +90,6 @@ class Algorithm(Protocol):
         Raises:
             InputError: it is no draft of this kind, or not of this config's shape.
         """
-
-
-def algorithm(config: TrainConfig) -> Algorithm:
-    """The algorithm that the config names."""
-    from infra.training.eagle3 import Eagle3
-
-    return {"eagle3": Eagle3()}[config.algorithm]
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -26,7 +26,7 @@ from infra.errors import InputError
 from infra.folders import tensor_files
 from infra.training.algorithm import trainable_parameters
 from infra.training.config import DraftSpec, TrainSpec
-from infra.training.eagle3 import build_model, layer_config
+from infra.training.eagle3_model import build_model, layer_config
 
 logger = logging.getLogger("draftsmith.training")
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from infra import leases, storage
 from infra.errors import InfrastructureError
 from infra.training import checkpoint as checkpoints
-from infra.training.algorithm import Objective, algorithm, trainable_parameters
+from infra.training.algorithm import Objective, trainable_parameters
+from infra.training.algorithms import algorithm
 from infra.training.batch import PackedBatch
 from infra.training.best import Validations, ended_early, refuse_without_validation
 from infra.training.checkpoint_files import CheckpointRef, withdraw_foreign

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from infra import storage
 from infra.drafts.start_draft import folder_here, start_folder
 from infra.training import checkpoint, checkpoint_files
-from infra.training.algorithm import algorithm
+from infra.training.algorithms import algorithm
 from infra.training.config import DraftSpec, TrainConfig, TrainSpec
 from infra.verifiers.verifier import VerifierConfig, small_folder
 

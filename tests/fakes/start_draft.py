@@ -16,8 +16,9 @@ from infra.drafts.export import CONFIG_FILE, WEIGHTS_FILE, ExportContract, expor
 from infra.drafts.vocab import VocabMap
 from infra.fingerprint import stage_content
 from infra.manifest import Shard, StageRef
+from infra.training.algorithm import trainable_parameters
 from infra.training.config import TrainConfig
-from infra.training.eagle3 import build_model, trainable_parameters
+from infra.training.eagle3_model import build_model
 from tests.fakes.training_run import HIDDEN_SIZE, LAYER_IDS, VERIFIER_VOCAB_SIZE
 
 
