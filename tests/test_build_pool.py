@@ -164,6 +164,28 @@ def test_one_that_is_killed_is_an_error_and_the_next_shard_has_another(kit: Kit,
     assert times.waited_seconds > 0, "until the other was ready"
 
 
+def test_one_that_hangs_is_ended_and_the_next_shard_has_another(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content(build(kit, tmp_path / "a"))
+    closed: list[bool] = []
+
+    def stopping() -> Generator[Staged | None]:
+        source = kit.staged(tmp_path / "b", closed)
+        yield next(source)
+        monkeypatch.setattr("infra.extraction.build_pool.HANG_SECONDS", 1.0)
+        for pid in builders():
+            os.kill(pid, signal.SIGSTOP)
+        yield from source
+
+    with pytest.raises(InfrastructureError, match=r"at sample b, said nothing for 1 s and was ended"):
+        kit.pool.build(TABLE, stopping(), StreamTimes())
+    assert closed
+    assert builders() == []
+    monkeypatch.undo()
+    content(build(kit, tmp_path / "c"))
+
+
 def test_one_that_is_killed_while_idle_is_replaced(kit: Kit, tmp_path: Path) -> None:
     content(build(kit, tmp_path / "a"))
     for pid in builders():

@@ -35,6 +35,8 @@ from infra.state_checks.checks import StateChecks
 PROGRAM = "from infra.extraction.build_worker import main; main()"
 HOME = Path(__file__).resolve().parents[2]
 END_SECONDS = 5.0
+# Of one sample, or of a start. The longest sample takes seconds, a start that reads a large head from afar a minute.
+HANG_SECONDS = 900.0
 EXIT_KILLED = 137
 
 
@@ -156,6 +158,7 @@ class _Builder:
     def __init__(self, setup: Setup, token: str, log_path: Path) -> None:
         self._log_path = log_path
         self._ready = False
+        self._hung = False
         self._at = "before its first sample"
         self._process = GuardedProcess.start(
             [sys.executable, "-c", PROGRAM],
@@ -204,13 +207,22 @@ class _Builder:
             self._orders.flush()
 
     def _receive(self) -> Any:
-        """What it says next; what it logs is logged."""
+        """What it says next; what it logs is logged. One that says nothing for `HANG_SECONDS` is ended."""
+        watchdog = threading.Timer(HANG_SECONDS, self._end_hanging)
+        watchdog.daemon = True
+        watchdog.start()
         try:
             while isinstance(said := pickle.load(self._replies), logging.LogRecord):
                 logging.getLogger(said.name).handle(said)
             return said
         except (EOFError, OSError, ValueError, pickle.UnpicklingError):
             raise self._ended() from None
+        finally:
+            watchdog.cancel()
+
+    def _end_hanging(self) -> None:
+        self._hung = True
+        self.end()
 
     def _ended(self) -> InfrastructureError:
         try:
@@ -218,6 +230,8 @@ class _Builder:
             how = f"ended with code {code}" + (" (killed for want of memory?)" if code == EXIT_KILLED else "")
         except TimeoutError:
             how = "closed its output"
+        if self._hung:
+            how = f"said nothing for {HANG_SECONDS:g} s and was ended"
         lines = "".join(f"\n    {line}" for line in log_tail(self._log_path, offset=self._process.log_offset))
         return InfrastructureError(
             f"a process that builds shards, {self._at}, {how}. The end of {self._log_path}:{lines}"
