@@ -35,7 +35,7 @@ from infra.state_checks.checks import StateChecks
 PROGRAM = "from infra.extraction.build_worker import main; main()"
 HOME = Path(__file__).resolve().parents[2]
 END_SECONDS = 5.0
-# Of one sample, or of a start. The longest sample takes seconds, a start that reads a large head from afar a minute.
+# Of one sample, or of a start: the longest sample takes seconds, a large head that is read from afar a minute.
 HANG_SECONDS = 900.0
 EXIT_KILLED = 137
 
