@@ -44,11 +44,12 @@ from extraction_peers import HOME, PEERS, Bench, Measure, Pass, tokens_in
 from transformers import AutoTokenizer
 
 from infra import manifest
-from infra.extraction.budget import ENCODE_SECONDS, EXTRACT_SECONDS, num_cores, shards_at_a_time
+from infra.extraction.budget import ENCODE_SECONDS, EXTRACT_SECONDS, shards_at_a_time
 from infra.extraction.build_pool import BuildPool
 from infra.extraction.engine import ExtractConfig, ExtractionEngine, StreamTimes, samples_of
 from infra.extraction.pool import EnginePool, ShardQueue
 from infra.hidden_states import ENCODINGS, decode
+from infra.machine import usable_cores
 from infra.manifest import Shard, ShardRecord, StageRef
 from infra.processes import living, process_token
 from infra.schemas import RESPONSES, STATUS_OK
@@ -193,7 +194,7 @@ class Ours:
             self.engine.staging.folder,
             token=self._token(encoding),
             log_path=self._bench.folder / "builders.log",
-            ahead=self._config.shards_per_engine or num_cores(),
+            ahead=self._config.shards_per_engine or usable_cores(),
         )
         return self._pools[encoding]
 

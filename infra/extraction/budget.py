@@ -7,14 +7,13 @@ its responses as the shards that are made.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from infra.errors import StageFailed
 from infra.extraction.config import ExtractConfig
+from infra.machine import free_memory_bytes, usable_cores
 from infra.manifest import ShardRecord, StageRef
 from infra.state_checks.on_policy import OnPolicy
 from infra.state_checks.verdict import FailedChecks
@@ -72,20 +71,9 @@ class Measured:
 
     def tokens_per_second(self, num_engines: int, num_builders: int) -> float:
         """Of that many engines, or of the processes that encode for them where those are slower."""
-        builders = min(num_builders, num_cores())
+        builders = min(num_builders, usable_cores())
         seconds = max(self.extract_seconds / num_engines, self.encode_seconds / builders)
         return self.num_tokens / max(seconds, 1e-9)
-
-
-def num_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def free_memory_bytes() -> int:
-    """Of this machine, that can be taken without swapping."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def shards_at_a_time(config: ExtractConfig, records: Sequence[ShardRecord], limit_bytes: int) -> int:
@@ -109,7 +97,7 @@ def shards_at_a_time(config: ExtractConfig, records: Sequence[ShardRecord], limi
     encode_seconds: float = sum(record.extra[ENCODE_SECONDS] for record in told)
     wanted = 2 * (1 + math.ceil(encode_seconds / extract_seconds))
     file_bytes = sum(record.size_bytes for record in told) // len(told)
-    most = min(num_cores(), limit_bytes // max(1, file_bytes), free_memory_bytes() // _builder_bytes(told))
+    most = min(usable_cores(), limit_bytes // max(1, file_bytes), free_memory_bytes() // _builder_bytes(told))
     return max(FEWEST_SHARDS, min(wanted, most // config.engines))
 
 
@@ -143,7 +131,7 @@ class Budget:
     ) -> Budget:
         """The budget for the shards of responses that are left."""
         left_bytes = sum(record.size_bytes for record in left)
-        num_builders = config.engines * (config.shards_per_engine or num_cores())
+        num_builders = config.engines * (config.shards_per_engine or usable_cores())
         return cls(
             encoding=config.encoding,
             num_engines=config.engines,

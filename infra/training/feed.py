@@ -19,6 +19,7 @@ from queue import Queue
 
 import torch
 
+from infra.machine import usable_cores
 from infra.training.batch import PackedBatch
 from infra.training.config import TrainConfig
 from infra.training.data import PackJob, StepBatch, StepLoader
@@ -40,7 +41,7 @@ def input_workers(config: TrainConfig, device: torch.device) -> int:
         return config.input_workers
     if device.type == "cpu":
         return 0
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(MAX_DEFAULT_WORKERS, cores - TRAINER_CORES))
 
 

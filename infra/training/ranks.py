@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from infra.machine import usable_cores
 from infra.training.config import TrainConfig
 
 
@@ -105,7 +106,7 @@ def set_up_threads(config: TrainConfig, ranks: Ranks) -> None:
     many threads ends with the last of them to get a core.
     """
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = 1 if ranks.cuda else len(os.sched_getaffinity(0)) // local_world
+    cores = 1 if ranks.cuda else usable_cores() // local_world
     torch.set_num_threads(config.num_threads or max(1, cores))
     # Adam's averages of weights that hardly move decay into denormals, on which CPUs are many times slower.
     torch.set_flush_denormal(True)
