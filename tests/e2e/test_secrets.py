@@ -168,7 +168,9 @@ def of_the_disk(planted: Planted) -> Iterator[tuple[str, str]]:
 
 
 def test_a_whole_run(planted: Planted) -> None:
-    config = tiny_config(f"{planted.store.root}/whole", f"credentials_block={BLOCK}")
+    # One server in the evaluation: another is told no more.
+    measured = ("evaluate.methods=[none]", "evaluate.concurrency=[1]", "evaluate.num_prompts=[2]")
+    config = tiny_config(f"{planted.store.root}/whole", f"credentials_block={BLOCK}", *measured)
     run = planted.stack.trigger("smoke", config)
     run.wait_for("Completed", timeout_seconds=RUN_SECONDS)
     assert any("vllm.entrypoints.openai.api_server" in line for line in planted.command_lines)
