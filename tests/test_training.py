@@ -187,7 +187,7 @@ def test_sigterm_saves_and_asks_to_be_resumed(undisturbed: tuple[Path, TrainSpec
     folder, original = undisturbed
     spec = elsewhere(original, folder, "stopped", train=CONFIG.model_copy(update={"checkpoint_every_steps": 1000}))
     process = start(spec, folder, "stopped")
-    kill_at(process, 2, signal.SIGTERM)  # early: the other steps take half a second
+    kill_at(process, 2, signal.SIGTERM)  # early: the other steps take a second or two
     lines = finish(process)
     assert lines[-1]["exit"] == EXIT_RESUME, lines
     assert lines[-2]["kind"] == "stopped"
