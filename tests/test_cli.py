@@ -283,7 +283,7 @@ def test_run_imports_no_prefect_before_there_is_a_server(tmp_path: Path) -> None
         "main(['run', 'deployments/smoke.yaml', '--set', f'root={sys.argv[1]}'])\n"
     )
     argv = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, cwd=project_home())
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=240, cwd=project_home())
     assert done.stderr.splitlines()[-1] == "prefect imported: False"
 
 

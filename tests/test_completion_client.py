@@ -14,21 +14,21 @@ import pytest
 from infra.errors import ServerError
 from infra.generation.completion_endpoint import retry_after_seconds
 from infra.inference import CompletionClient, GenerateConfig, generate_rows
-from tests.asking import PROBE, QUICK, assert_failed, connect, one_row, prompt, prompts
+from tests.asking import PROBE, QUICK, assert_failed, connect, one_row, prompt, prompts, wait_until
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
 
 
 async def test_case_6_a_slow_answer_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The OpenAI client's default limit (600 s, here 0.2 s) and its hidden retries play no part."""
     monkeypatch.setattr("openai._base_client.DEFAULT_TIMEOUT", httpx2.Timeout(0.2))
-    row = await one_row(Reply(latency_seconds=0.8), timeout_seconds=1.8)
+    row = await one_row(Reply(latency_seconds=0.8), timeout_seconds=20.0)
     assert (row["status"], row["requests"]) == ("ok", 1)
     assert row["latency_seconds"] > 0.8
 
 
 async def test_a_request_that_times_out_on_a_sound_server_counts_as_an_attempt() -> None:
-    row = await one_row(Reply(hang=True), timeout_seconds=0.2, max_attempts=2)
-    assert_failed(row, "2 attempts", "within 0.2 s")
+    row = await one_row(Reply(hang=True), timeout_seconds=0.5, max_attempts=2)
+    assert_failed(row, "2 attempts", "within 0.5 s")
     assert row["requests"] == 2
 
 
@@ -77,13 +77,13 @@ async def test_retry_after_is_waited_for() -> None:
         server.script("hello", Reply(status=429, headers={"Retry-After": "0.5"}), Reply())
         began = time.monotonic()
         await client.complete([{"role": "user", "content": "hello"}], {"temperature": 0})
-    assert 0.5 <= time.monotonic() - began < 1.5
+    assert 0.5 <= time.monotonic() - began < 10
 
 
 def test_retry_after_holds_seconds_or_a_date() -> None:
     later = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
     assert retry_after_seconds({"retry-after": "2"}) == 2.0
-    assert retry_after_seconds({"retry-after": later}) == pytest.approx(30, abs=2)
+    assert retry_after_seconds({"retry-after": later}) == pytest.approx(30, abs=10)
     assert retry_after_seconds({"retry-after": "soon"}) is None
     assert retry_after_seconds({}) is None
 
@@ -113,7 +113,7 @@ async def test_a_server_that_nobody_can_connect_to_is_gone_and_no_row_is_to_blam
         began = time.monotonic()
         with pytest.raises(ServerError, match="not reached"):
             await generate_rows(client, prompts(20), GenerateConfig())
-        assert 0.3 <= time.monotonic() - began < 3
+        assert 0.3 <= time.monotonic() - began < 10
         with pytest.raises(ServerError):
             await client.complete([], {"temperature": 0})
 
@@ -131,25 +131,28 @@ async def test_a_short_pause_of_the_server_costs_no_attempt() -> None:
 
 async def test_an_engine_that_hangs_while_health_is_fine_is_told_by_a_probe() -> None:
     """Case 7, the client's part: the watchdog sees the silence, the probe settles it, all shards are let go."""
-    async with FakeOpenAIServer(lambda _p, _n: Reply(hang=True)) as server, connect(server) as client:
+    hung = FakeOpenAIServer(lambda _p, _n: Reply(hang=True))
+    async with hung as server, connect(server, timeout_seconds=120) as client:
         shards = [
             asyncio.create_task(generate_rows(client, prompts(200, shard), GenerateConfig())) for shard in "ab"
         ]
-        await asyncio.sleep(0.3)
-        assert client.silent_seconds >= 0.2
+        await wait_until(lambda: client.silent_seconds >= 0.2)
         with pytest.raises(ServerError, match="one token"):
             await client.probe(timeout_seconds=0.1)
-        ended = await asyncio.wait_for(asyncio.gather(*shards, return_exceptions=True), timeout=1)
+        ended = await asyncio.wait_for(asyncio.gather(*shards, return_exceptions=True), timeout=20)
     assert [type(error) for error in ended] == [ServerError, ServerError]
 
 
 async def test_a_server_that_asks_to_be_left_in_peace_is_not_silent() -> None:
     async with FakeOpenAIServer() as server, connect(server) as client:
-        server.script("hello", Reply(status=429, headers={"Retry-After": "0.5"}), Reply())
+        server.script("hello", Reply(status=429, headers={"Retry-After": "60"}))
         asking = asyncio.create_task(client.complete([{"content": "hello"}], {"temperature": 0}))
+        await wait_until(lambda: server.requests["hello"] == 1 and client.silent_seconds == 0.0)
         await asyncio.sleep(0.3)
         assert (client.in_flight, client.silent_seconds) == (1, 0.0)
-        await asking
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
 
 
 async def test_a_server_that_answers_nothing_but_errors_is_gone_rather_than_every_row_failed() -> None:
@@ -161,7 +164,7 @@ async def test_a_server_that_answers_nothing_but_errors_is_gone_rather_than_ever
 
 async def test_all_requests_timing_out_is_a_hung_server_after_one_attempt_each() -> None:
     hung = FakeOpenAIServer(lambda _p, _n: Reply(hang=True))
-    async with hung as server, connect(server, timeout_seconds=0.2) as client:
+    async with hung as server, connect(server, timeout_seconds=0.5) as client:
         with pytest.raises(ServerError):
             await generate_rows(client, prompts(5), GenerateConfig())
     assert {server.requests[f"p{index}"] for index in range(5)} == {1}

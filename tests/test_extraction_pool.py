@@ -68,7 +68,7 @@ class Node:
 
 async def test_a_quick_engine_takes_more_than_a_slow_one() -> None:
     node = Node()
-    node.pace_seconds[1] = 0.05
+    node.pace_seconds[1] = 0.5
     await node.run()
     assert node.each_once()
     share = Counter(engine for engine, _ in node.made)

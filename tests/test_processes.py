@@ -24,14 +24,16 @@ END_SECONDS = 15.0
 TREE = """
 import signal, subprocess, sys, time
 sleeper = "import time; time.sleep(120)"
-stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(120)"
 subprocess.Popen([sys.executable, "-c", sleeper], start_new_session=True)
 subprocess.Popen(["sh", "-c", "setsid sleep 120 &"], start_new_session=True)
 subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
 time.sleep(120)
 """
 TREE_SIZE = 1 + 1 + 3  # the guard, the child, its three descendants (the shell between them exits)
+TREE_DEAF = 2  # of them, each says so once it ignores TERM
 
 PARENT = """
 import os, sys, time
@@ -61,10 +63,21 @@ def eventually(condition: Callable[[], bool], timeout_seconds: float = END_SECON
     return True
 
 
+def wait_for_trees(token: str, log: Path, count: int = 1) -> None:
+    """Until that many trees are whole, and those that ignore TERM do so."""
+
+    def said() -> str:
+        return log.read_text() if log.exists() else ""
+
+    assert eventually(
+        lambda: len(living(token)) == count * TREE_SIZE and said().count("deaf\n") == count * TREE_DEAF
+    ), f"{living(token)} {said()}"
+
+
 def start_tree(token: str, tmp_path: Path) -> GuardedProcess:
-    process = GuardedProcess.start([sys.executable, "-c", TREE], token=token, log_path=tmp_path / "tree.log")
-    assert eventually(lambda: len(living(token)) == TREE_SIZE), living(token)
-    time.sleep(0.3)  # let the handlers be installed
+    log = tmp_path / "tree.log"
+    process = GuardedProcess.start([sys.executable, "-c", TREE], token=token, log_path=log)
+    wait_for_trees(token, log)
     return process
 
 
@@ -77,8 +90,7 @@ def test_nothing_outlives_a_killed_parent(token: str, tmp_path: Path) -> None:
     try:
         assert forking.stdout is not None
         fork_pid = int(forking.stdout.readline())
-        assert eventually(lambda: len(living(token)) == 2 * TREE_SIZE), living(token)
-        time.sleep(0.3)
+        wait_for_trees(token, tmp_path / "log", 2)
         for parent in (plain, forking):
             parent.kill()
             parent.wait()
@@ -100,23 +112,26 @@ def test_stop_ends_every_descendant_and_may_be_called_again(token: str, tmp_path
         thread.start()
     for thread in threads:
         thread.join()
-    assert 0.5 <= time.monotonic() - started < 5
+    assert time.monotonic() - started >= 0.5
+    assert "killing what is left after 0.5 s" in (tmp_path / "tree.log").read_text()
     assert living(token) == []
     assert process.poll() == 128 + signal.SIGKILL  # it ignores TERM
     process.stop()
 
 
 def test_leaving_the_context_stops(token: str, tmp_path: Path) -> None:
+    process = GuardedProcess.start(["sleep", "60"], token=token, log_path=tmp_path / "log")
+
     def fail() -> None:
-        with GuardedProcess.start(["sleep", "60"], token=token, log_path=tmp_path / "log"):
+        with process:
             assert eventually(lambda: len(living(token)) == 2)
             raise RuntimeError
 
-    started = time.monotonic()
     with pytest.raises(RuntimeError):
         fail()
     assert living(token) == []
-    assert time.monotonic() - started < 4  # TERM was enough, although it may have come before the child's exec
+    # TERM was enough, although it may have come before the child's exec.
+    assert process.poll() == 128 + signal.SIGTERM
 
 
 def test_orphans_end_with_the_child(token: str, tmp_path: Path) -> None:
@@ -132,7 +147,7 @@ def test_a_killed_guard_leaves_nothing_either(token: str, tmp_path: Path, monkey
     monkeypatch.setattr(processes, "SWEEP_SECONDS", 1.0)
     process = start_tree(token, tmp_path)
     os.kill(process.pid, signal.SIGKILL)
-    assert eventually(lambda: process.poll() is not None, timeout_seconds=1)
+    assert eventually(lambda: process.poll() is not None)
     assert process.poll() == 128 + signal.SIGKILL
     assert living(token) == []
 
@@ -157,13 +172,13 @@ def test_what_another_living_process_started_is_spared_until_that_is_dead(
     # No child of ours, or it and its own would be spared in any case.
     other = int(subprocess.run(shell, stdout=subprocess.PIPE, text=True, check=True).stdout)
     try:
-        assert eventually(lambda: len(living(token)) == TREE_SIZE), living(token)
-        time.sleep(0.3)
+        wait_for_trees(token, tmp_path / "log")
         assert end_stale(token) == []
         assert len(living(token)) == TREE_SIZE
         started = guard.process_start(other)
         guards = [pid for pid in living(token) if guard.process_state(pid)[1] == other]
-        for pid in (other, *guards):  # the guard too, so that nothing but the sweep can end the rest
+        # The guard too, and first, so that nothing but the sweep can end the rest.
+        for pid in (*guards, other):
             os.kill(pid, signal.SIGKILL)
         assert eventually(lambda: not guard.runs_since(other, started))
         assert len(end_stale(token)) >= 3
@@ -240,12 +255,16 @@ def test_the_starting_thread_may_end(token: str, tmp_path: Path) -> None:
 
 
 def test_guard_is_quick_and_in_its_own_session(token: str, tmp_path: Path) -> None:
-    started = time.monotonic()
-    process = GuardedProcess.start(["echo", "up"], token=token, log_path=tmp_path / "log", stdout_pipe=True)
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"up\n"
-        assert time.monotonic() - started < 1.0  # 0.05 s on an idle machine
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        process = GuardedProcess.start(["echo", "up"], token=token, log_path=tmp_path / "log", stdout_pipe=True)
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+            seconds.append(time.monotonic() - started)
+    # What it takes by itself, 0.05 s; what a busy machine adds now and then is none of its own.
+    assert min(seconds) < 1.0, seconds
     with GuardedProcess.start(["sleep", "60"], token=token, log_path=tmp_path / "log") as process:
         assert os.getsid(process.pid) == process.pid != os.getsid(0)
 

@@ -200,7 +200,7 @@ async def test_rows_of_a_server_that_sends_ids_and_of_one_that_sends_none_are_th
 
 async def test_a_server_that_sends_no_ids_is_alive_all_the_same() -> None:
     """After a request that timed out it is asked for no proof: it has answered another one meanwhile."""
-    async with FakeOpenAIServer() as server, connect(server, timeout_seconds=1.0) as client:
+    async with FakeOpenAIServer() as server, connect(server, timeout_seconds=2.0) as client:
         server.script("hangs", Reply(hang=True), Reply())
         server.script("hello", Reply(latency_seconds=0.3, token_ids=None))
         hanging = asyncio.create_task(client.complete([{"role": "user", "content": "hangs"}], {"temperature": 0}))

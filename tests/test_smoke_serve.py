@@ -26,7 +26,7 @@ from infra.verifiers.verifier import Verifier
 from infra.vllm_config import VllmConfig
 from infra.vllm_metrics import SpeculationCounters, parse_counters
 from tasks.smoke_serve import PURPOSE, smoke_serve
-from tests.asking import prompt
+from tests.asking import prompt, wait_until
 from tests.fakes.openai_server import FakeOpenAIServer, Reply
 
 TIE_NATS = 0.5
@@ -74,7 +74,10 @@ async def test_a_good_one_passes_with_its_near_ties_counted(fake: FakeOpenAIServ
 
 
 async def test_requests_are_greedy_together_and_free_of_penalties(fake: FakeOpenAIServer) -> None:
-    fake.reply = lambda _prompt, _nth: Reply(latency_seconds=0.05)
+    async def until_all_are_there() -> None:
+        await wait_until(lambda: fake.max_in_flight == NUM_REQUESTS, 4)
+
+    fake.hold = until_all_are_there
     await served(fake)
     assert fake.max_in_flight == NUM_REQUESTS
     for body in fake.bodies:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from flows.lease import holding
 from infra import leases, storage
 from infra.errors import LeaseLost
 from infra.fingerprint import stage_content
-from infra.leases import Lease, Timing, current, lease_name, lease_uri
+from infra.leases import Holding, Lease, Timing, current, lease_name, lease_uri
 from infra.manifest import StageRef
 
 QUICK = Timing(renew_seconds=0.05, takeover_seconds=5, poll_seconds=0.05)
@@ -49,12 +49,15 @@ def uri(stage: StageRef) -> str:
 
 
 def seize(stage: StageRef, run: str) -> None:
-    found = current(uri(stage))
-    assert found is not None
-    theirs = replace(
-        found, epoch=found.epoch + 1, holder="theirs", run=run, owner=replace(found.owner, host="node-7")
-    )
-    storage.put(uri(stage), theirs.to_bytes())
+    """Another node takes the lease, between two renewals and not within one."""
+    while True:
+        body = storage.get(uri(stage))
+        found = Holding.from_bytes(body)
+        assert found is not None
+        away = replace(found.owner, host="node-7")
+        theirs = replace(found, epoch=found.epoch + 1, holder="theirs", run=run, owner=away)
+        if storage.compare_and_set(uri(stage), theirs.to_bytes(), body):
+            return
 
 
 async def test_it_is_held_inside_and_released_outside(stage: StageRef) -> None:
@@ -151,9 +154,11 @@ async def test_cancelled_in_the_middle_of_taking_it_is_given_back(
     stage: StageRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try_take = leases.Waiter.try_take
+    taking, go_on = threading.Event(), threading.Event()
 
     def slowly(waiter: leases.Waiter) -> Lease | None:
-        time.sleep(0.3)
+        taking.set()
+        assert go_on.wait(30)
         return try_take(waiter)
 
     monkeypatch.setattr(leases.Waiter, "try_take", slowly)
@@ -163,11 +168,12 @@ async def test_cancelled_in_the_middle_of_taking_it_is_given_back(
             raise AssertionError("it was cancelled before")
 
     task = asyncio.create_task(body())
-    await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(taking.wait, 30)
     task.cancel()
+    go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    for _ in range(100):
+    for _ in range(500):
         if (found := current(uri(stage))) is not None and found.released:
             return
         await asyncio.sleep(0.02)

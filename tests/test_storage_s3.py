@@ -15,10 +15,12 @@ from infra import storage
 from infra.errors import InputError, StorageError
 from infra.local_s3 import LocalS3, free_ports
 from infra.stores import s3 as storage_s3
+from infra.stores import s3_client as storage_s3_client
 from tests.conftest import use_server
 
 pytestmark = pytest.mark.s3
 
+AT_ONCE_SECONDS = storage_s3_client.RETRY_SECONDS / 4  # of some calls in a row; what is tried again takes longer
 LARGE_BYTES = 400 * 2**20
 MAX_GROWTH_BYTES = 220 * 2**20  # four parts of 16 MiB, their copies in the client, and what the allocator keeps
 
@@ -41,7 +43,7 @@ def test_a_wrong_key_is_told_at_once(
         assert "AWS_SECRET_ACCESS_KEY" in line
         assert s3_environment.secret_key not in line
         assert "wrong-one" not in line
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < AT_ONCE_SECONDS
 
 
 def test_no_credentials_are_told_at_once(s3_root: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_a_missing_bucket_is_told_at_once(s3_environment: LocalS3) -> None:
     for call in (storage.check_root, storage.get, storage.list_sizes, lambda uri: storage.put(uri, b"1")):
         with pytest.raises(InputError, match=r"^root: the bucket of .* does not exist"):
             call("s3://no-such-bucket/a")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < AT_ONCE_SECONDS
 
 
 def test_an_endpoint_that_nobody_serves_is_told_soon(s3_root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +69,7 @@ def test_an_endpoint_that_nobody_serves_is_told_soon(s3_root: str, monkeypatch: 
     with pytest.raises(StorageError, match="Could not connect to the endpoint URL") as caught:
         storage.check_root(s3_root, limit_seconds=2.0)
     one_line(caught.value)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < AT_ONCE_SECONDS
 
 
 def test_an_endpoint_without_a_scheme_is_wrong_input(s3_root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +146,7 @@ def test_an_outage_of_fifteen_seconds_is_outlasted(tmp_path: Path, monkeypatch: 
         before = dict(rounds)
         time.sleep(15)
         server.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while any(rounds[name] < before[name] + 2 for name in rounds) and not failures:
             assert time.monotonic() < deadline, f"did not go on: {before} {rounds}"
             time.sleep(0.1)
@@ -158,6 +160,7 @@ PROGRAM = """
 import pathlib, sys
 from infra import storage
 from infra.stores import s3 as storage_s3
+from infra.stores import s3_client as storage_s3_client
 uri, folder, step = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3]
 large, back = folder / "large.bin", folder / "back.bin"
 def peak_bytes():

@@ -183,7 +183,7 @@ def test_one_that_fails_is_warned_of_once_and_the_others_go_on(caplog: pytest.Lo
 
 
 def test_one_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 1.0)
     hangs, answered = threading.Event(), Listed()
 
     class Hanging(Listed):

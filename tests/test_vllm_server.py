@@ -166,16 +166,16 @@ async def test_not_ready_in_time(
 ) -> None:
     monkeypatch.setattr(load_progress, "NEWS_SECONDS", 0.3)
     start = (
-        "time.sleep(1.0)\n"
+        "time.sleep(1.5)\n"
         "print('Loading safetensors checkpoint shards:  40% Completed | 2/5 [00:01<00:02,  1.20it/s]', flush=True)\n"
         "time.sleep(60)"
     )
     with caplog.at_level(logging.INFO), pytest.raises(ServerError, match="startup_timeout_seconds") as caught:
-        async with server_of(tmp_path, token, start=start, startup_timeout_seconds=2.5):
+        async with server_of(tmp_path, token, start=start, startup_timeout_seconds=6.0):
             pass
     assert living(token) == []
-    assert "s of at most 2 s: it says: loading" in caplog.text
-    assert caplog.text.count("s of at most 2 s: weights: 40 % (2 of 5)") == 1, "what is not new is not repeated"
+    assert "s of at most 6 s: it says: loading" in caplog.text
+    assert caplog.text.count("s of at most 6 s: weights: 40 % (2 of 5)") == 1, "what is not new is not repeated"
     assert "40% Completed" in str(caught.value)
 
 
@@ -228,13 +228,13 @@ async def test_the_loop_is_not_blocked(tmp_path: Path, token: str) -> None:
             longest = max(longest, time.monotonic() - before)
 
     beating = asyncio.ensure_future(beat())
-    slow = "import signal; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), os._exit(0)))"
+    slow = "import signal; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4.0), os._exit(0)))"
     async with server_of(tmp_path, token, start=slow):
         leaving = time.monotonic()
-    assert time.monotonic() - leaving > 1.5
+    assert time.monotonic() - leaving > 4.0
     await asyncio.sleep(0.05)  # let a late beat be noted
     beating.cancel()
-    assert longest < 1.0
+    assert longest < 3.0, "what takes four seconds held up the loop"
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -17,8 +17,11 @@ def write_model(folder: Path, number: int) -> None:
     model = folder / "model"
     model.mkdir(exist_ok=True)
     shape = {"hidden_size": 8, "num_hidden_layers": 8, "vocab_size": 64, "max_position_embeddings": 128}
-    (model / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
-    save_file({"weight": torch.full((4,), float(number))}, model / "model.safetensors")
+    written = folder / "written"  # renamed once it is whole: a look may come at any time
+    written.write_text(json.dumps({"model_type": "llama", **shape}))
+    written.replace(model / "config.json")
+    save_file({"weight": torch.full((4,), float(number))}, written)
+    written.replace(model / "model.safetensors")
 
 
 def config_of(folder: Path, **fields: Any) -> PipelineConfig:

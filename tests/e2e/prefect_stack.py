@@ -113,6 +113,29 @@ class Run:
         """The processes that execute the flow: one, or two where a copy was taken for dead."""
         return [pid for pid, name in self.processes().items() if name.endswith("-m prefect.engine")]
 
+    def left_alive(self, within_seconds: float) -> dict[int, str]:
+        """Its processes that still live after that time at most, those that began meanwhile included."""
+        deadline = time.monotonic() + within_seconds
+        while (alive := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return alive
+
+    def processes_with(self, programs: tuple[str, ...], timeout_seconds: float) -> dict[int, str]:
+        """Its processes, as soon as one of each program is among them: a server may just be starting anew.
+
+        Args:
+            programs: parts of command lines.
+        """
+        found: dict[int, str] = {}
+
+        def all_there() -> bool:
+            found.clear()
+            found.update(self.processes())
+            return all(any(program in name for name in found.values()) for program in programs)
+
+        self.wait_until(all_there, f"{' and '.join(programs)} among its processes", timeout_seconds)
+        return found
+
     def ports(self) -> set[int]:
         """TCP ports that its processes listen on."""
         listening = _listening_sockets()
@@ -311,9 +334,15 @@ def left_alive(pids: Mapping[int, str], within_seconds: float) -> dict[int, str]
         time.sleep(0.1)
 
 
-def open_ports(ports: set[int]) -> set[int]:
-    """Those of the ports that something listens on."""
-    return ports & set(_listening_sockets().values())
+def left_open(ports: set[int], within_seconds: float) -> set[int]:
+    """Those of the ports that something still listens on after that time at most.
+
+    A process that ends gives its memory back, and is no longer found, before it closes its sockets.
+    """
+    deadline = time.monotonic() + within_seconds
+    while (found := ports & set(_listening_sockets().values())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
 
 
 def _listening_sockets() -> dict[int, int]:

@@ -19,7 +19,7 @@ from infra.generation.responses import status_counts, to_parquet
 from infra.schemas import RESPONSES, STATUS_OK
 from tasks.prompts import write_prompts
 from tests.e2e.conftest import Finished, tiny_config
-from tests.e2e.prefect_stack import PrefectStack, Run, left_alive, open_ports
+from tests.e2e.prefect_stack import PrefectStack, Run, left_alive, left_open
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -84,33 +84,21 @@ def serves(run: Run, program: str) -> Callable[[], bool]:
     return lambda: any(program in name for name in run.processes().values())
 
 
-def processes_with(run: Run, programs: tuple[str, ...]) -> dict[int, str]:
-    """The run's processes, as soon as one of each program is among them: a server may just be starting anew."""
-    found: dict[int, str] = {}
-
-    def all_there() -> bool:
-        found.clear()
-        found.update(run.processes())
-        return all(any(program in name for name in found.values()) for program in programs)
-
-    run.wait_until(all_there, f"{' and '.join(programs)} among its processes", REACH_SECONDS)
-    return found
-
-
 def cancel_and_see_it_end(run: Run, programs: tuple[str, ...]) -> None:
     """Cancel, and find the run Cancelled and everything that it had started gone within a minute.
 
     Args:
         programs: parts of command lines that must be among its processes, or the test looks at too little.
     """
-    before, ports = processes_with(run, programs), run.ports()
+    before, ports = run.processes_with(programs, REACH_SECONDS), run.ports()
     run.cancel()
     cancelled = time.monotonic()
     left = left_alive(before, END_SECONDS)
     ended_seconds = time.monotonic() - cancelled
     assert left == {}, f"still alive after {END_SECONDS:.0f} s: {left}"
-    assert run.processes() == {}
-    assert open_ports(ports) == set()
+    left_seconds = END_SECONDS - ended_seconds
+    assert run.left_alive(left_seconds) == {}, "it began while the others ended"
+    assert left_open(ports, left_seconds) == set()
     # The worker says so after it has looked for on_cancellation hooks, for which it imports the flow.
     run.wait_for("Cancelled", timeout_seconds=CONFIRM_SECONDS)
     print(f"processes={len(before)} ports={sorted(ports)} ended_s={ended_seconds:.1f}")

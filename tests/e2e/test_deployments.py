@@ -12,7 +12,7 @@ from tests.e2e.prefect_stack import PrefectStack
 from tests.test_garbage import age, make, orphan, refer
 from tests.watched import config_of, write_model
 
-pytestmark = [pytest.mark.prefect, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.prefect, pytest.mark.timeout(1200)]
 
 PATIENCE_SECONDS = 240.0
 

@@ -99,7 +99,9 @@ def test_killed_builders_cost_their_shards_alone(
     assert len(killed) == 2
     assert run.finish(STAGE_SECONDS) == EXIT_DONE, run.log[-5000:]
     assert run.left_alive({}, END_SECONDS) == {}, "it outlived the run"
-    assert re.search("at sample .* ended with code 137", run.log)
+    # At a sample, or between two shards: the kill may come at either.
+    said = re.sub(r"\s+", " ", run.log)
+    assert re.search(r"a process that builds shards, [^,]*, ended with code 137", said), run.log[-5000:]
     assert run.log.count(READY) == 1, "the engine goes on"
     after = records(config)
     assert {name: after[name] for name in kept} == kept, "a committed shard was made again"

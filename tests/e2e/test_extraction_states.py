@@ -75,7 +75,7 @@ def test_bad_samples_are_their_own_errors_and_the_engine_goes_on(
     ]
     started = time.monotonic()
     results = engine.extract("00001", asked)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 300, "none waited for the time limit of a request, an hour"
     assert [result.error is None for result in results] == [False, True, False, False, True]
     assert results[0].error == f"vllm: {MAX_MODEL_LEN} tokens; extraction takes 1 to {MAX_MODEL_LEN - 1}"
     assert "out of vocabulary" in str(results[3].error)

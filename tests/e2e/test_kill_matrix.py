@@ -7,7 +7,6 @@ compares what comes out with the run that nobody disturbed. Three cases, drawn f
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import threading
@@ -22,7 +21,7 @@ import pytest
 from flows.cli import EXIT_DONE
 from flows.config import PipelineConfig
 from flows.resolve import resolve
-from infra import storage
+from infra import guard, storage
 from infra.local_s3 import LocalS3
 from infra.manifest import StageRef, read_manifest, read_records
 from infra.schemas import STAGES, STATUS_OK, STATUS_TRUNCATED
@@ -310,7 +309,7 @@ def found(victim: str, processes: Processes) -> list[int]:
     return [
         pid
         for pid, name in processes().items()
-        if COMMANDS[victim] in name and not any(guard in name for guard in GUARDS)
+        if COMMANDS[victim] in name and not any(program in name for program in GUARDS)
     ]
 
 
@@ -323,7 +322,7 @@ def strike(victim: str, runner: OnCommandLine | OnWorker, server: LocalS3) -> No
         server.start()
     else:
         for pid in found(victim, runner.processes)[:1]:
-            os.kill(pid, signal.SIGKILL)
+            guard.send(pid, signal.SIGKILL)  # unless it has ended since it was found
 
 
 def check(root: CaseRoot, finished: Finished, before: dict[str, storage.ObjectInfo]) -> None:

@@ -26,7 +26,7 @@ from infra.verifiers.verifier import Verifier, VerifierConfig, materialize
 from tests.e2e.conftest import Finished
 from tests.reference_states import conversations, reference_states
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]  # the first one may have to wait for the whole run
 
 LEAST_WRITTEN_TOKENS = 24  # of a completion that is changed: a few tokens prove nothing
 NUM_CHANGED = 8

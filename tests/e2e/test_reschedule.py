@@ -16,9 +16,9 @@ from infra.locations import project_home
 from tests.e2e.conftest import tiny_config
 from tests.e2e.prefect_stack import PrefectStack, left_alive
 
-pytestmark = [pytest.mark.e2e, pytest.mark.kill, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.kill, pytest.mark.timeout(1800)]
 
-RECOVERY_SECONDS = 240.0
+RECOVERY_SECONDS = 480.0  # until the crash is noticed, and from there to the end, other work beside it
 END_SECONDS = 15.0
 START_SECONDS = 180.0  # of a flow process, on a busy machine
 # One request after another, so that there is a middle to kill in.
@@ -47,9 +47,8 @@ def test_a_run_whose_node_dies_is_completed_by_another_worker(prefect_stack: Pre
     run = prefect_stack.trigger("generate", config)
     run.wait_until(lambda: bool(records(config, "responses")), "a shard of responses", 420)
     (victim,) = [worker for worker in workers if worker.runs(run)]
-    before, flow_pids = run.processes(), run.flow_pids()
+    before, flow_pids = run.processes_with(("api_server",), START_SECONDS), run.flow_pids()
     assert len(flow_pids) == 1, before
-    assert any("api_server" in name for name in before.values()), before
 
     victim.kill()
     killed = time.monotonic()
@@ -59,8 +58,9 @@ def test_a_run_whose_node_dies_is_completed_by_another_worker(prefect_stack: Pre
     assert not complete(config, "responses"), "the kill came too late"
     assert left_alive(before, END_SECONDS) == {}
 
-    run.wait_for("Crashed", "AwaitingRetry", timeout_seconds=RECOVERY_SECONDS)
-    run.wait_for("Completed", timeout_seconds=RECOVERY_SECONDS - (time.monotonic() - killed))
+    # Looked for among all its states: it may be Crashed for a moment only.
+    run.wait_until(lambda: "Crashed" in [state.name for state in run.history()], "a crash", RECOVERY_SECONDS)
+    run.wait_for("Completed", timeout_seconds=RECOVERY_SECONDS)
     recovery_seconds = time.monotonic() - killed
     print("\n".join(run.timeline()))
     print(f"shards_kept={len(kept)} shards={len(records(config, 'responses'))} recovery_s={recovery_seconds:.0f}")
@@ -73,8 +73,11 @@ def test_a_run_whose_node_dies_is_completed_by_another_worker(prefect_stack: Pre
     assert {name: records(config, "responses")[name] for name in kept} == kept, "a committed shard was made again"
     cached = {task.name for task in run.task_runs() if task.state_name == "Cached"}
     assert cached >= {f"responses {name.removesuffix('.json')}" for name in kept}
-    assert prefect_stack.active_slots(slots) == 0
-    assert left_alive(run.processes(), END_SECONDS) == {}
+    assert run.left_alive(END_SECONDS) == {}
+    deadline = time.monotonic() + END_SECONDS  # they are given back just after the state is written
+    while (held := prefect_stack.active_slots(slots)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert held == 0
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from infra.locations import project_home
 from infra.manifest import StageRef
 from infra.tables import read_table
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2000)]
 
 SMOKE = str(project_home() / "deployments" / "smoke.yaml")
 WORDS = ("apple", "river", "seven", "Monday", "blue", "yes")
@@ -53,7 +53,7 @@ def generate(folder: Path, *more: str) -> tuple[StageRef, str]:
     environment = {**os.environ, "PREFECT_HOME": str(folder / "prefect")}
     for name in ("PREFECT_API_URL", "PREFECT_API_DATABASE_CONNECTION_URL"):
         environment.pop(name, None)
-    ran = subprocess.run(argv, cwd=project_home(), env=environment, capture_output=True, text=True, timeout=420)
+    ran = subprocess.run(argv, cwd=project_home(), env=environment, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stderr[-5000:]
     return resolve(load_config(SMOKE, chosen))["responses"], ran.stderr
 

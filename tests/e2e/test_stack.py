@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,10 @@ def test_its_keys_are_in_no_log_and_in_no_process_list(stack: Stack, state: dict
     secret = (stack.folder / "s3" / "secret").read_text()
     key = state["auth_string"].partition(":")[2]
     logs = [path.read_text(errors="replace") for path in stack.folder.glob("*.log")]
-    lists = [Path(f"/proc/{pid}/cmdline").read_text() for pid in [state["pid"], *living(stack.token)]]
+    lists = []
+    for pid in [state["pid"], *living(stack.token)]:
+        with suppress(OSError):  # the database ends the processes of connections that are closed
+            lists.append(Path(f"/proc/{pid}/cmdline").read_text(errors="replace"))
     assert len(logs) >= 4
     assert len(lists) >= 4
     for text in logs + lists:

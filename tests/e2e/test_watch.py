@@ -35,7 +35,7 @@ class Watched:
         self.config = config_of(folder)
         self.given = self.config.model_dump(mode="json", exclude_unset=True)
         self.home = self._home()
-        self._client = stack.client
+        self._stack, self._client = stack, stack.client
         self._before = {run["id"] for run in self._all("watch")}
 
     def _home(self) -> Path:
@@ -50,6 +50,10 @@ class Watched:
         profile = {name: value for name, value in self.given.items() if name != "profile"}
         (home / "deployments" / "smoke.yaml").write_text(json.dumps(profile))  # which is YAML too
         return home
+
+    def start_worker(self, at_once: int | None = None) -> None:
+        environment = {"DRAFTSMITH_HOME": str(self.home)}
+        self._stack.start_worker("light", limit=at_once, pool="light-pool", environment=environment)
 
     def post(self, path: str, body: Any) -> Any:
         answer = self._client._client.post(path, json=body)
@@ -123,7 +127,6 @@ def watched(prefect_stack: PrefectStack, tmp_path: Path) -> Iterator[Watched]:
     schedules = f"/deployments/{deployment.id}/schedules"
     for hourly in deployment.schedules:  # a look of the hour would be at our profile too
         prefect_stack.client._client.delete(f"{schedules}/{hourly.id}").raise_for_status()
-    prefect_stack.start_worker("light", pool="light-pool", environment={"DRAFTSMITH_HOME": str(found.home)})
     yield found
     found.post(schedules, [hourly.model_dump(mode="json", include=KEPT) for hourly in deployment.schedules])
 
@@ -131,6 +134,8 @@ def watched(prefect_stack: PrefectStack, tmp_path: Path) -> Iterator[Watched]:
 def test_the_schedule_starts_one_run_for_a_change_and_none_without(
     watched: Watched, prefect_stack: PrefectStack
 ) -> None:
+    # One look after the other, also where one takes longer than the time to the next.
+    watched.start_worker(at_once=1)
     deployment = prefect_stack.client.read_deployment_by_name("watch/watch")
     schedule = {"schedule": {"interval": EVERY_SECONDS}, "active": True, "parameters": {"config": watched.given}}
     (made,) = watched.post(f"/deployments/{deployment.id}/schedules", [schedule])
@@ -149,6 +154,7 @@ def test_the_schedule_starts_one_run_for_a_change_and_none_without(
 
 
 def test_an_event_starts_one_run_for_a_change_however_often_it_comes(watched: Watched) -> None:
+    watched.start_worker()
     watched.publish()  # of what nobody has seen before
     watched.wait_for(lambda: len(watched.looks()) == 1, "the look that the event asks for")
     assert watched.looks() == ["Started"]
