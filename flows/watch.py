@@ -64,7 +64,7 @@ async def watch(config: PipelineConfig, first: Literal["remember", "start"] = "r
     name = memory_name(config)
     before = cast(Revisions | None, await Variable.aget(name))
     if before is None and first == "remember":
-        await Variable.aset(name, cast(Any, seen))
+        await Variable.aset(name, cast(Any, seen), overwrite=True)  # another first look may have been quicker
         return _ended("Remembered", f"first look; the pipeline starts when it changes: {_told(seen)}", seen)
     known = before or {}
     changed = {what: revision for what, revision in seen.items() if known.get(what) != revision}

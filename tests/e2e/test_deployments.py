@@ -9,7 +9,7 @@ import pytest
 
 from flows.config import PipelineConfig
 from tests.e2e.prefect_stack import PrefectStack
-from tests.test_garbage import age, make, orphan, refer
+from tests.infra.test_garbage import age, make, orphan, refer
 from tests.watched import config_of, write_model
 
 pytestmark = [pytest.mark.prefect, pytest.mark.timeout(1200)]

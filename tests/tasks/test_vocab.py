@@ -16,7 +16,7 @@ from infra.drafts.vocab import FILE_NAME, VocabConfig, VocabMap
 from infra.fingerprint import stage_content
 from infra.manifest import Shard, ShardRecord, StageRef
 from tasks.vocab import build_vocabulary, coverage_figures
-from tests.test_vocab import responses
+from tests.infra.drafts.test_vocab import responses
 
 VOCAB_SIZE = 12
 

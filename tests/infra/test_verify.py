@@ -17,7 +17,7 @@ from infra.promotion.pointer import promote
 from infra.training.checkpoint_files import COMMIT_FILE, SHARED_FILES, STATE_FILE, CheckpointRef
 from infra.verify import verify
 from tests.fakes.result_rows import NEW, measured
-from tests.test_promotion import entry
+from tests.infra.promotion.test_pointer import entry
 
 
 def make_stage(root: Path, stage: str = "prompts", count: int = 2, **config: object) -> StageRef:

@@ -25,7 +25,7 @@ from infra.vllm_metrics import (
 
 # Of vLLM 0.32: the page after each of two windows of four requests (eagle3 on one engine, ngram on two), and what it
 # said of the second window's requests.
-RECORDED = Path(__file__).parent / "recorded"
+RECORDED = Path(__file__).parents[1] / "recorded"
 FIRST, SECOND = [(RECORDED / f"one-engine-{number}.metrics").read_text() for number in (1, 2)]
 
 METRICS = textwrap.dedent(

@@ -16,7 +16,7 @@ from flows.credentials import use_credentials
 from infra.errors import InputError
 from infra.stores.s3_client import VARIABLES
 
-HOME = Path(__file__).resolve().parents[1]
+HOME = Path(__file__).resolve().parents[2]
 SECRET = "not-to-be-seen"
 
 

@@ -22,8 +22,8 @@ from infra.training import checkpoint_files
 from infra.training.checkpoint_files import CheckpointRef
 from infra.verify import verify
 from tests.fakes.result_rows import measured
-from tests.test_promotion import entry
-from tests.test_verify import make_checkpoint
+from tests.infra.promotion.test_pointer import entry
+from tests.infra.test_verify import make_checkpoint
 
 QUICK = Timing(renew_seconds=0.1, takeover_seconds=0.4, poll_seconds=0.05)
 TWO_DAYS = 2 * 24 * 3600

@@ -37,7 +37,7 @@ from infra.verifiers.verifier import Verifier
 from infra.vllm_config import VllmConfig
 from tests.fakes.extract_worker import HIDDEN_SIZE, value
 
-FAKE = Path(__file__).parent / "fakes" / "extract_worker.py"
+FAKE = Path(__file__).parents[2] / "fakes" / "extract_worker.py"
 VERIFIER = Verifier(
     name="tiny",
     revision="abc123",
@@ -303,7 +303,7 @@ def test_a_full_staging_disk_is_told_before_it_overflows(
 KILLED_PARENT = """
 import sys, time
 from pathlib import Path
-from tests.test_extraction import FILE, engine, gib, sample
+from tests.infra.extraction.test_engine import FILE, engine, gib, sample
 with engine(sys.argv[1], Path(sys.argv[2]), staging_gib=gib(2 * FILE)) as running:
     stream = running.stream("00000", [sample("a"), sample("hang-1")])
     next(stream)
@@ -317,7 +317,7 @@ def test_what_a_killed_run_leaves_is_ended_and_deleted(token: str, tmp_path: Pat
     parent = subprocess.Popen(
         [sys.executable, "-c", KILLED_PARENT, token, str(tmp_path)],
         stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[3],
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"extracting\n"

@@ -13,7 +13,7 @@ import yaml
 from flows.config import PipelineConfig, load_config
 from infra.prompts.samples import load_prompts
 
-DEPLOYMENTS = Path(__file__).resolve().parents[1] / "deployments"
+DEPLOYMENTS = Path(__file__).resolve().parents[2] / "deployments"
 KIMI = ("kimi-k2.5-rtx6000", "kimi-k2.5-b300")
 PROFILES = (*KIMI, "qwen3-8b-h200")
 # A value on a line of its own: `name: value`, or a prompt source.

@@ -16,7 +16,7 @@ import pytest
 from infra.errors import InfrastructureError
 from infra.extraction import staging as staging_module
 from infra.extraction.staging import Staging
-from tests.test_extraction import FILE, engine, sample
+from tests.infra.extraction.test_engine import FILE, engine, sample
 
 
 def opened(tmp_path: Path, limit_bytes: int | None = None, num_engines: int = 1) -> Staging:

@@ -27,7 +27,7 @@ from infra.processes import living, process_token
 from infra.state_checks.checks import ChecksConfig, StateChecks
 from infra.vllm_config import VllmConfig
 from tasks import extract
-from tests.test_extraction import FAKE, VERIFIER, engine, response
+from tests.infra.extraction.test_engine import FAKE, VERIFIER, engine, response
 
 NEVER_READY = "hang"
 

@@ -20,7 +20,7 @@ from flows.train import layers_of_states
 from infra import manifest, storage
 from infra.errors import InputError, StageFailed
 from infra.manifest import Shard, ShardRecord, StageRef
-from tests.test_extraction import VERIFIER
+from tests.infra.extraction.test_engine import VERIFIER
 
 NUM_SHARDS, ROWS = 4, 5
 TOKENS, STORED_BYTES = 1000, 700_000

@@ -25,8 +25,8 @@ from infra.processes import descendants, living
 from infra.state_checks.checks import ChecksConfig, StateChecks
 from infra.state_checks.norms import LayerNorms
 from infra.state_checks.verifier_head import VerifierHead
-from tests.test_extraction import response, responses
-from tests.test_state_checks import MODEL, save
+from tests.infra.extraction.test_engine import response, responses
+from tests.infra.state_checks.test_checks import MODEL, save
 
 pytestmark = pytest.mark.seconds
 
@@ -257,7 +257,7 @@ def test_one_that_cannot_import_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 STAGE = """
 import sys, time
 from pathlib import Path
-from tests.test_build_pool import Kit
+from tests.infra.extraction.test_build_pool import Kit
 kit = Kit(Path(sys.argv[1]), Path(sys.argv[2]))
 with kit.pool as pool:
     pool.wait_ready()

@@ -164,7 +164,7 @@ def test_no_process_outlives_its_trainer(tmp_path: Path) -> None:
     loader = loader_of(str(tmp_path))
     script = (
         "import sys, time, torch\n"
-        "from tests.test_training_feed import CONFIG, CPU\n"
+        "from tests.infra.training.test_feed import CONFIG, CPU\n"
         "from infra.training.data import Schedule, ShardStore, StepLoader, build_index\n"
         "from infra.training.feed import feed\n"
         "if __name__ == '__main__':\n"
@@ -177,7 +177,7 @@ def test_no_process_outlives_its_trainer(tmp_path: Path) -> None:
     )
     path = tmp_path / "trainer.py"
     path.write_text(script)
-    home = str(Path(__file__).resolve().parents[1])
+    home = str(Path(__file__).resolve().parents[3])
     command = [sys.executable, str(path), loader.store.stage_uri]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": home}) as trainer:
         assert trainer.stdout is not None

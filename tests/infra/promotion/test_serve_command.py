@@ -19,7 +19,7 @@ from infra.promotion.gate import PromoteConfig
 from infra.promotion.pointer import promote
 from infra.promotion.serve_command import serve_command
 from tests.fakes.result_rows import measured
-from tests.test_promotion import entry
+from tests.infra.promotion.test_pointer import entry
 
 VERIFIER, COMMIT = "Qwen/Qwen3-8B", "c" * 40
 VLLM = {

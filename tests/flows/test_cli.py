@@ -27,7 +27,7 @@ from infra.evaluation import config as evaluation_config
 from infra.locations import project_home
 from infra.manifest import Shard, StageRef
 from infra.schemas import STAGES
-from tests.test_serve_command import exported
+from tests.infra.promotion.test_serve_command import exported
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from infra.tracking.curves import MAX_POINTS, SPARKS, TrainingCurves, sparkline
 from infra.tracking.trackers import Trackers
 from tasks import progress, training_watch
 from tasks.training_watch import watching
-from tests.test_trackers import Listed
+from tests.infra.tracking.test_trackers import Listed
 
 START = {"kind": "start", "num_steps": 4000, "from_step": 0, "num_samples": 9, "ranks": 1}
 
