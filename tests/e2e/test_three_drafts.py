@@ -56,7 +56,7 @@ class Judged:
 def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
     folder = tmp_path_factory.mktemp("three-drafts")
     root, found = folder / "root", dict[str, Judged]()
-    pointers: list[bytes | None] = []
+    pointers: list[bytes | None] = []  # promoted.json after each
     for name, overrides in (("random", RANDOM), ("trained", TRAINED), ("worse", WORSE)):
         found[name] = Judged(folder / name, root, overrides)
         pointer = list(root.glob("speculators/*/promoted.json"))
@@ -68,7 +68,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
         )
     assert pointers[0] is None, "weights drawn at random are not promoted"
     assert pointers[1] is not None
-    assert json.loads(pointers[1])["draft"] == found["trained"].row()["draft"]
+    assert json.loads(pointers[1])["promoted"]["draft"] == found["trained"].row()["draft"]
     assert pointers[2] == pointers[1], "what is promoted stays, to the byte"
     return found
 
