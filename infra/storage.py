@@ -57,7 +57,7 @@ _LEADS_ELSEWHERE = re.compile(r"(^|/)\.{0,2}(/|$)")
 
 
 class Store(Protocol):
-    """What each kind of store can do; `storage_local` and `storage_s3` are two modules of this shape."""
+    """What each kind of store can do; `stores.local` and `stores.s3` are two modules of this shape."""
 
     def get(self, uri: str) -> bytes: ...
     def get_many(self, uris: list[str]) -> dict[str, bytes]: ...
