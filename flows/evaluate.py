@@ -32,7 +32,6 @@ from infra.evaluation.measurement import (
     speculative_config,
 )
 from infra.evaluation.prompts import read_sources, select_prompts
-from infra.evaluation.results import portable_flags
 from infra.inference import ClientConfig, CompletionClient
 from infra.manifest import Shard, StageRef
 from infra.promotion.pointer import read_pointer
@@ -43,7 +42,7 @@ from infra.redaction import redact
 from infra.reports.report import Served
 from infra.tables import read_table
 from infra.verifiers.verifier import Verifier
-from infra.vllm_config import VllmConfig
+from infra.vllm_config import VllmConfig, portable_flags
 from infra.vllm_server import VllmServer, vllm_version
 from tasks.evaluate import (
     FILES,

@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -231,3 +232,18 @@ def _version_of(interpreter: Path) -> str:
     if not version:
         raise InputError("vllm.python", f"{interpreter} has no vLLM; run `make setup`, or name the one that has it")
     return version
+
+
+def portable_flags(arguments: Sequence[str], names: Mapping[str, str]) -> str:
+    """A server's command line as one string without this machine's paths, fit for keys, rows and reports.
+
+    Args:
+        arguments: the command line, as `VllmServer.flags` gives it.
+        names: what to write in place of each local path, for example {verifier.path: verifier.name}.
+    """
+    portable = []
+    for argument in arguments:
+        for path in sorted(names, key=len, reverse=True):  # a folder must not eat the front of a longer path
+            argument = argument.replace(path, names[path])
+        portable.append(argument)
+    return shlex.join(portable)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -334,18 +333,3 @@ def _parquet(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> bytes:
     sink = io.BytesIO()
     pq.write_table(table, sink)
     return sink.getvalue()
-
-
-def portable_flags(arguments: Sequence[str], names: Mapping[str, str]) -> str:
-    """A server's command line as one string without this machine's paths, fit for keys, rows and reports.
-
-    Args:
-        arguments: the command line, as `VllmServer.flags` gives it.
-        names: what to write in place of each local path, for example {verifier.path: verifier.name}.
-    """
-    portable = []
-    for argument in arguments:
-        for path in sorted(names, key=len, reverse=True):  # a folder must not eat the front of a longer path
-            argument = argument.replace(path, names[path])
-        portable.append(argument)
-    return shlex.join(portable)

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from infra.errors import InputError
-from infra.vllm_config import VllmConfig, engine_flags, server_flags, vllm_version
+from infra.vllm_config import VllmConfig, engine_flags, portable_flags, server_flags, vllm_version
 
 
 def test_flags() -> None:
@@ -89,3 +89,11 @@ def test_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         vllm_version(VllmConfig(python="without"))
     with pytest.raises(InputError, match="does not work"):
         vllm_version(VllmConfig(python="broken"))
+
+
+def test_flags_lose_their_local_paths() -> None:
+    arguments = ["--model", "/cache/v/rev", "--speculative-config", '{"model": "/cache/v/rev/draft", "k": 3}']
+    names = {"/cache/v/rev": "SmolLM2", "/cache/v/rev/draft": "draft:0123"}
+    assert portable_flags(arguments, names) == (
+        '--model SmolLM2 --speculative-config \'{"model": "draft:0123", "k": 3}\''
+    )

@@ -18,7 +18,6 @@ from infra.evaluation.results import (
     acceptance_parquet,
     acceptance_rows,
     agreements,
-    portable_flags,
     request_notes,
     result_rows,
     results_parquet,
@@ -176,11 +175,3 @@ def test_parquet_refuses_rows_that_do_not_fit() -> None:
         results_parquet([row | {"speed": 1.0}])
     with pytest.raises(ValueError, match="vllm_version has a null"):
         results_parquet([row | {"vllm_version": None}])
-
-
-def test_flags_lose_their_local_paths() -> None:
-    arguments = ["--model", "/cache/v/rev", "--speculative-config", '{"model": "/cache/v/rev/draft", "k": 3}']
-    names = {"/cache/v/rev": "SmolLM2", "/cache/v/rev/draft": "draft:0123"}
-    assert portable_flags(arguments, names) == (
-        '--model SmolLM2 --speculative-config \'{"model": "draft:0123", "k": 3}\''
-    )
