@@ -182,7 +182,7 @@ def groups_by_way(rows: Sequence[Row], groups: Sequence[Row], group_by: str) -> 
     Of several temperatures the lowest, of several loads the one with the most drafts: the text is the same.
 
     Args:
-        rows: of `infra.evaluation.results.RESULTS`, for the names of the ways; groups: of its `GROUPS`.
+        rows: of `infra.evaluation.results.RESULTS`, for the names of the ways; groups: of `groups.GROUPS`.
         group_by: `context` or `domain`.
     """
     names, found = ways(rows), dict[tuple[str, str], dict[tuple[float, int], list[Row]]]()

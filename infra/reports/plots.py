@@ -84,7 +84,7 @@ def context_png(rows: Sequence[Row], groups: Sequence[Row]) -> bytes:
 
     Args:
         rows: rows of `infra.evaluation.results.RESULTS`, for the names of the ways.
-        groups: rows of `infra.evaluation.results.GROUPS`.
+        groups: rows of `infra.evaluation.groups.GROUPS`.
     """
     chosen = groups_by_way(rows, groups, "context")
     bins = {

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from infra.training.eagle3_model import build_model
 from infra.training.packed import PackedForward, unsupported
 from infra.training.packed_plan import PackPlan, plan_pack, row_capacity, trained_rows, upload
 from infra.training.rows import StepSums, forward_rows, plan_rows
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("draftsmith.training")
 
