@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from infra.errors import ServerError, StageFailed
 from infra.records import Shard
@@ -97,9 +97,9 @@ class ShardQueue:
         self._waiting.appendleft(shard)
         self._tell()
 
-    async def changed(self) -> None:
-        """Waits until a shard is made or comes back."""
-        await self._changed.wait()
+    def changed(self) -> Coroutine[Any, Any, bool]:
+        """Waits until a shard comes, is made or comes back, counted from this call, whenever it is awaited."""
+        return self._changed.wait()
 
     def _tell(self) -> None:
         self._changed.set()
@@ -198,14 +198,14 @@ class EnginePool(Generic[E]):
             await asyncio.gather(*running, return_exceptions=True)
         return num_made, lost
 
-    async def _next_done(self, running: Iterable[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    async def _next_done(self, running: Collection[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
         """Waits until something has ended or the queue has changed; those that have ended."""
         changed = asyncio.create_task(self._queue.changed())
         try:
-            done, _ = await asyncio.wait({*running, changed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({*running, changed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             changed.cancel()
-        return done - {changed}
+        return [task for task in running if task.done()]
 
 
 async def _call(make: Make[E], engine: E, shard: Shard) -> None:

@@ -77,6 +77,19 @@ async def test_a_quick_engine_takes_more_than_a_slow_one() -> None:
     assert node.most_together == {0: 2, 1: 2}
 
 
+async def test_an_engine_has_as_many_at_a_time_when_they_come_one_after_another() -> None:
+    async def feed() -> AsyncIterator[Shard]:
+        for shard in SHARDS:
+            yield shard
+
+    node = Node(num_engines=1)
+    queue = ShardQueue(feed())
+    pool = EnginePool([partial(node.launch, 0)], node.make, queue, shards_per_engine=lambda: 5)
+    await asyncio.wait_for(pool.make_all(), 10)
+    assert [shard for _, shard in node.made] == [shard.shard for shard in SHARDS]
+    assert node.most_together == {0: 5}
+
+
 async def test_the_first_shard_may_be_made_alone() -> None:
     node = Node(first_alone=True)
 
