@@ -27,6 +27,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -132,12 +133,16 @@ def make_shards(verifier: Verifier, count: int, shard_size: int) -> list[pa.Tabl
     lines = (HOME / "deployments/prompts/general.jsonl").read_text(encoding="utf-8").splitlines()
     questions = [json.loads(line)["prompt"] for line in lines]
     tokenizer = AutoTokenizer.from_pretrained(verifier.path)
+
+    @functools.cache
+    def ids_from(first: int) -> list[int]:
+        text = " ".join(questions[first:] + questions[:first])[: LONGEST_TOKENS * MOST_LETTERS]
+        found: list[int] = tokenizer(text)["input_ids"]
+        return found
+
     rows = []
     for index in range(count):
-        first = index % len(questions)
-        text = " ".join(questions[first:] + questions[:first])[: LONGEST_TOKENS * MOST_LETTERS]
-        ids = tokenizer(text)["input_ids"]
-        ids = ids[: SHORTEST_TOKENS + 29 * index % (LONGEST_TOKENS - SHORTEST_TOKENS)]
+        ids = ids_from(index % len(questions))[: SHORTEST_TOKENS + 29 * index % (LONGEST_TOKENS - SHORTEST_TOKENS)]
         mask = [position >= len(ids) // 2 for position in range(len(ids))]
         row = {"sample_id": f"{index:05d}", "status": STATUS_OK, "input_ids": ids, "loss_mask": mask}
         rows.append({**row, "temperature": 1.0})

@@ -302,13 +302,8 @@ def tokens_of(stage: StageRef) -> int:
     if stage.stage == "hidden_states":
         return sum(record.extra["num_tokens"] for record in manifest.read_records(stage.uri).values())
     if stage.stage == "drafts":
-        tokens_a_pass = tokens_of(StageRef(stage.root, "hidden_states", upstream_content(stage)))
-        return round(tokens_a_pass * training_lines(stage)[-1]["epoch"])
+        return round(sum(line["tokens_per_second"] * line["seconds"] for line in training_lines(stage)))
     return 0
-
-
-def upstream_content(draft: StageRef) -> dict[str, Any]:
-    return manifest.read_content(draft.upstream_uri("hidden_states"))
 
 
 def training_lines(draft: StageRef) -> list[dict[str, Any]]:
@@ -320,17 +315,11 @@ def training_lines(draft: StageRef) -> list[dict[str, Any]]:
 def say_training(draft: StageRef) -> None:
     """The trainer's own figures: speed, and the share of its steps' time in which it waited for input."""
     lines = training_lines(draft)
-    a_pass = tokens_of(StageRef(draft.root, "hidden_states", upstream_content(draft)))
-    epochs = [line["epoch"] for line in lines]
-    seconds = [
-        (epoch - before) * a_pass / line["tokens_per_second"]
-        for before, epoch, line in zip(epochs, epochs[1:], lines[1:], strict=False)
-    ]
-    waited = sum(line["input_wait_seconds"] for line in lines[1:])
+    seconds, waited = (sum(line[name] for line in lines[1:]) for name in ("seconds", "input_wait_seconds"))
     rate = statistics.median(line["tokens_per_second"] for line in lines)
     say(
         f"  the trainer's own lines: median {rate:,.0f} tokens/s, input waited for {waited:.1f} of "
-        f"{sum(seconds):.1f} s; loss {lines[0]['loss']:.3f} to {lines[-1]['loss']:.3f}, "
+        f"{seconds:.1f} s ({waited / seconds:.1%}); loss {lines[0]['loss']:.3f} to {lines[-1]['loss']:.3f}, "
         f"predicted acceptance length {lines[-1]['acceptance_length']:.2f}"
     )
 

@@ -197,7 +197,7 @@ def _timed(trainer: Trainer, batches: Iterable[StepBatch], left_out: int, steps:
         num_tokens += batch.num_tokens
     end = _mark()
     synchronize()
-    rate, waited = meter.take()
+    rate, _, waited = meter.take()
     used, count = _Used.now(), steps - left_out
     after = [mark[0] for mark in marks[1:]] + [end]
     return Timing(

@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import pickle
 import sys
 import threading
 from collections.abc import Generator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -158,7 +160,6 @@ class _Builder:
     def __init__(self, setup: Setup, token: str, log_path: Path) -> None:
         self._log_path = log_path
         self._ready = False
-        self._hung = False
         self._at = "before its first sample"
         self._process = GuardedProcess.start(
             [sys.executable, "-c", PROGRAM],
@@ -171,7 +172,8 @@ class _Builder:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._orders, self._replies = self._process.stdin, self._process.stdout
+        self._orders = Connection(os.dup(self._process.stdin.fileno()), readable=False)
+        self._replies = Connection(os.dup(self._process.stdout.fileno()), writable=False)
         self._send(setup)
 
     @property
@@ -202,36 +204,30 @@ class _Builder:
         self._process.stop()
 
     def _send(self, message: Any) -> None:
-        with contextlib.suppress(OSError, ValueError):  # found dead by `_receive`
-            pickle.dump(message, self._orders)
-            self._orders.flush()
+        with contextlib.suppress(OSError):  # found dead by `_receive`
+            self._orders.send_bytes(pickle.dumps(message))
 
     def _receive(self) -> Any:
         """What it says next; what it logs is logged. One that says nothing for `HANG_SECONDS` is ended."""
-        watchdog = threading.Timer(HANG_SECONDS, self._end_hanging)
-        watchdog.daemon = True
-        watchdog.start()
         try:
-            while isinstance(said := pickle.load(self._replies), logging.LogRecord):
+            while self._replies.poll(HANG_SECONDS):
+                said = pickle.loads(self._replies.recv_bytes())
+                if not isinstance(said, logging.LogRecord):
+                    return said
                 logging.getLogger(said.name).handle(said)
-            return said
-        except (EOFError, OSError, ValueError, pickle.UnpicklingError):
+        except (EOFError, OSError, pickle.UnpicklingError):
             raise self._ended() from None
-        finally:
-            watchdog.cancel()
-
-    def _end_hanging(self) -> None:
-        self._hung = True
         self.end()
+        raise self._failed(f"said nothing for {HANG_SECONDS:g} s and was ended")
 
     def _ended(self) -> InfrastructureError:
         try:
             code = self._process.wait(END_SECONDS)
-            how = f"ended with code {code}" + (" (killed for want of memory?)" if code == EXIT_KILLED else "")
         except TimeoutError:
-            how = "closed its output"
-        if self._hung:
-            how = f"said nothing for {HANG_SECONDS:g} s and was ended"
+            return self._failed("closed its output")
+        return self._failed(f"ended with code {code}" + (" (killed for want of memory?)" * (code == EXIT_KILLED)))
+
+    def _failed(self, how: str) -> InfrastructureError:
         lines = "".join(f"\n    {line}" for line in log_tail(self._log_path, offset=self._process.log_offset))
         return InfrastructureError(
             f"a process that builds shards, {self._at}, {how}. The end of {self._log_path}:{lines}"

@@ -16,10 +16,10 @@ import logging
 import logging.handlers
 import os
 import pickle
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,27 +74,29 @@ class Order(NamedTuple):
 
 def main() -> None:
     """Serve orders until stdin ends."""
-    orders, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    orders, replies = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(2, 1)  # whatever else prints goes to the log
 
+    def hear() -> Any:
+        return pickle.loads(orders.recv_bytes())
+
     def say(message: Any) -> None:
-        pickle.dump(message, replies)
-        replies.flush()
+        replies.send_bytes(pickle.dumps(message))
 
     def ask() -> Any:
         say(Say.NEXT)
-        return pickle.load(orders)
+        return hear()
 
     torch.set_num_threads(1)
     os.nice(NICENESS)
     keep_freed_memory()
     logging.getLogger("draftsmith").addHandler(_ToParent(say))
-    setup: Setup = pickle.load(orders)
+    setup: Setup = hear()
     head = None if setup.head_folder is None else VerifierHead.open(setup.head_folder)
     say(Say.READY)
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            order = pickle.load(orders)
+            order = hear()
             try:
                 say(_built(order, StateChecks(setup.checks, setup.meta, head), setup.meta, ask))
             except Exception as error:

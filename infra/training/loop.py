@@ -181,10 +181,10 @@ class Trainer:
     def _log_training(self, meter: Meter) -> None:
         sums = self.ranks.sum(self.sums)
         self.sums.zero_()
-        tokens_per_second, input_wait_seconds = meter.take()
+        pace = meter.take()
         memory_field, memory_gib = self.ranks.peak_memory()
         # What one rank waits for, all wait for; and the fullest GPU is the one that runs out.
-        input_wait_seconds, memory_gib = self.ranks.largest([input_wait_seconds, memory_gib])
+        input_wait_seconds, memory_gib = self.ranks.largest([pace.input_wait_seconds, memory_gib])
         gradient_norm = float(whole(self.gradient_norm))
         rate = learning_rate(self.config, self.step - 1, self.schedule.num_steps)
         if self.metrics is not None:
@@ -198,7 +198,8 @@ class Trainer:
                     epoch=self.schedule.epoch_of_step(self.step - 1),
                     learning_rate=rate,
                     gradient_norm=gradient_norm,
-                    tokens_per_second=tokens_per_second,
+                    tokens_per_second=pace.tokens_per_second,
+                    seconds=pace.seconds,
                     input_wait_seconds=input_wait_seconds,
                     **{memory_field: memory_gib},
                 )

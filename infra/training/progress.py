@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -98,6 +98,14 @@ class MetricsFile:
         say(line["kind"], **fields)
 
 
+class Pace(NamedTuple):
+    """Of the steps since the last line of metrics, validation and checkpoints left out."""
+
+    tokens_per_second: float
+    seconds: float
+    input_wait_seconds: float
+
+
 class Meter:
     """Tokens and waiting since the last line of metrics, validation and checkpoints left out."""
 
@@ -125,9 +133,9 @@ class Meter:
     def count(self, num_tokens: int) -> None:
         self._num_tokens += num_tokens
 
-    def take(self) -> tuple[float, float]:
-        """(tokens per second, seconds waited for input) since the last call."""
+    def take(self) -> Pace:
+        """The pace since the last call."""
         seconds = time.monotonic() - self._since - self._left_out_seconds
-        taken = self._num_tokens / max(seconds, 1e-9), self._waited_seconds
+        taken = Pace(self._num_tokens / max(seconds, 1e-9), seconds, self._waited_seconds)
         self._reset()
         return taken

@@ -141,14 +141,14 @@ def test_each_line_says_how_it_goes(tmp_path: Path) -> None:
         "full_accuracy_per_ttt_step", "acceptance_length",
     }  # fmt: skip
     how = {
-        "epoch", "learning_rate", "gradient_norm", "tokens_per_second", "input_wait_seconds",
+        "epoch", "learning_rate", "gradient_norm", "tokens_per_second", "seconds", "input_wait_seconds",
         "peak_process_memory_gib",
     }  # fmt: skip
     assert [(line["kind"], set(line)) for line in lines] == [
         ("train", said | how), ("train", said | how), ("validation", said)
     ]  # fmt: skip
     assert 0.1 < lines[0]["peak_process_memory_gib"] < 100
-    assert all(line[name] > 0 for line in lines[:2] for name in ("tokens_per_second", "gradient_norm"))
+    assert all(line[name] > 0 for line in lines[:2] for name in ("tokens_per_second", "seconds", "gradient_norm"))
 
 
 def test_sums_of_an_earlier_version_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
