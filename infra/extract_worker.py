@@ -19,6 +19,7 @@ refuses is an error of that sample; an engine that fails ends this process, and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -27,7 +28,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -55,8 +57,11 @@ def main() -> int:
     llm = _start_engine(setup["engine_flags"], setup["layer_ids"])
     max_model_len = int(llm.model_config.max_model_len)
     _reply(replies, {"ready": _vllm_version(), "max_model_len": max_model_len})
-    for reply in _served(llm, _read_ahead(sys.stdin), max_model_len):
-        _reply(replies, reply)
+    finished: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+    answering = threading.Thread(target=_answer, args=(replies, finished), daemon=True)
+    answering.start()
+    _serve(llm, _read_ahead(sys.stdin), max_model_len, finished)
+    answering.join()
     return 0
 
 
@@ -138,7 +143,7 @@ def _start_engine(flags: list[str], layer_ids: list[int]) -> LLM:
 
 @dataclasses.dataclass
 class _Request:
-    """One that is in the engine.
+    """One that is in the engine, or whose files are on their way.
 
     Attributes:
         results: one for each sample, in their order.
@@ -172,10 +177,12 @@ def _read_ahead(source: TextIO) -> queue.SimpleQueue[str]:
     return lines
 
 
-def _served(llm: LLM, lines: queue.SimpleQueue[str], max_model_len: int) -> Iterator[dict[str, Any]]:
-    """The reply to each request of `lines`, as soon as it is done."""
+def _serve(
+    llm: LLM, lines: queue.SimpleQueue[str], max_model_len: int, finished: queue.SimpleQueue[_Request | None]
+) -> None:
+    """Put each request of `lines` into the engine as it comes, and into `finished` as the engine is through it."""
     requests: list[_Request] = []
-    last_reply, ended = 0.0, False
+    ended = False
     while requests or not ended:
         try:
             line = lines.get(block=not requests)
@@ -185,12 +192,36 @@ def _served(llm: LLM, lines: queue.SimpleQueue[str], max_model_len: int) -> Iter
             if line:
                 requests.append(_begin(llm, json.loads(line), max_model_len))
             ended = not line
-            continue
-        for request in [request for request in requests if _settled(request)]:
+        for request in [request for request in requests if not request.unfinished]:
             requests.remove(request)
-            now = time.monotonic()
-            yield request.reply(now - max(request.came, last_reply))
-            last_reply = now
+            finished.put(request)
+    finished.put(None)
+
+
+def _answer(replies: TextIO, finished: queue.SimpleQueue[_Request | None]) -> None:
+    """Reply to each finished request as soon as its files are there, until None comes.
+
+    For a thread of its own: the engine's next outputs may be a step away, and a client that hears of its shard only
+    then keeps the engine short of requests.
+    """
+    waiting: list[_Request] = []
+    last_reply, ended = 0.0, False
+    try:
+        while waiting or not ended:
+            with contextlib.suppress(queue.Empty):
+                request = finished.get(timeout=FILE_POLL_SECONDS if waiting else None)
+                if request is None:
+                    ended = True
+                else:
+                    waiting.append(request)
+            for request in [request for request in waiting if _settled(request)]:
+                waiting.remove(request)
+                now = time.monotonic()
+                _reply(replies, request.reply(now - max(request.came, last_reply)))
+                last_reply = now
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # nobody would be answered any more
 
 
 def _begin(llm: LLM, request: dict[str, Any], max_model_len: int) -> _Request:
@@ -227,10 +258,7 @@ def _begin(llm: LLM, request: dict[str, Any], max_model_len: int) -> _Request:
 
 
 def _step(llm: LLM, requests: Iterable[_Request]) -> None:
-    """Wait for the engine's next outputs, or for a moment where it has none to come."""
-    if not llm.llm_engine.has_unfinished_requests():
-        time.sleep(FILE_POLL_SECONDS)
-        return
+    """Wait for the engine's next outputs."""
     for output in llm.llm_engine.step():
         if output.finished:
             _finish(output, requests)
@@ -248,8 +276,6 @@ def _finish(output: RequestOutput, requests: Iterable[_Request]) -> None:
 
 def _settled(request: _Request) -> bool:
     """Whether each sample's file is there, whole, or will not come: then its error is in the place of its path."""
-    if request.unfinished:
-        return False
     for result in request.results:
         if not (path := result.get("path")) or os.path.exists(path):
             continue
