@@ -12,7 +12,8 @@ again over the same root, it goes on, and kills no more where the folder of logs
 What a row holds, in seconds of the wall clock; a stage begins where the one before ends:
 
 - `again`: from the kill until the next process is back at the stage: interpreter, Prefect's server, what is reused
-- `start`: of vLLM until it answers, or of the trainer until its first step, compilation included; all of them
+- `start`: of vLLM until it answers, or of the trainer until its first step, compilation included; all of them, and
+  the verifier's conversion
 - `work`: the rest. `idle` of it is where nvidia-smi's samples (two a second) say that no kernel ran: requests on
   their way, checks, encoding, commits, pauses between measurements
 - `tokens/s`: tokens of the stage (generated, extracted, trained) over `work`; `GPU`: mean utilization over all
@@ -65,6 +66,7 @@ NUM_BARE_PROMPTS = 2048
 BARE_SECONDS, BARE_SECONDS_LEAST = 600.0, 45.0
 
 READY = re.compile(r"(?:vLLM serves .* after|extraction engine .* is ready after) (\d+) s\.")
+CONVERTING, CONVERTED = re.compile(r"Converting \S+ into"), re.compile(r"Task run 'materialize .* Finished")
 TRAINER_STARTS = re.compile(r"Training \S+ with \d+ rank")
 TRAINER_READY = re.compile(r"Training from step (\d+) of (\d+)")
 STAGE_BEGINS = re.compile(r"(\w+)/[0-9a-f]+: \d+ of \d+ shards are done")
@@ -256,10 +258,15 @@ class Table:
         say(self.FORMAT.format(stage.stage + ("" if complete else " (cut)"), *shown))
 
     def _starts(self) -> list[Span]:
-        found, trainer = [], None
+        found, trainer, converting = [], None, None
         for at, line in list(self._run.events):
             if match := READY.search(line):
                 found.append((at - int(match[1]), at))
+            elif CONVERTING.search(line):
+                converting = at
+            elif converting is not None and CONVERTED.search(line):
+                found.append((converting, at))
+                converting = None
             elif TRAINER_STARTS.search(line):
                 trainer = at
             elif trainer is not None and TRAINER_READY.search(line):
@@ -315,11 +322,12 @@ def training_lines(draft: StageRef) -> list[dict[str, Any]]:
 def say_training(draft: StageRef) -> None:
     """The trainer's own figures: speed, and the share of its steps' time in which it waited for input."""
     lines = training_lines(draft)
-    seconds, waited = (sum(line[name] for line in lines[1:]) for name in ("seconds", "input_wait_seconds"))
     rate = statistics.median(line["tokens_per_second"] for line in lines)
+    waits = [line["input_wait_seconds"] for line in lines]
+    share = statistics.median(line["input_wait_seconds"] / line["seconds"] for line in lines)
     say(
-        f"  the trainer's own lines: median {rate:,.0f} tokens/s, input waited for {waited:.1f} of "
-        f"{seconds:.1f} s ({waited / seconds:.1%}); loss {lines[0]['loss']:.3f} to {lines[-1]['loss']:.3f}, "
+        f"  the trainer's own lines: median {rate:,.0f} tokens/s, input waited for {share:.1%} of the time "
+        f"(at most {max(waits):.1f} s before a line); loss {lines[0]['loss']:.3f} to {lines[-1]['loss']:.3f}, "
         f"predicted acceptance length {lines[-1]['acceptance_length']:.2f}"
     )
 

@@ -27,7 +27,7 @@ from infra.hidden_states import ENCODINGS, HiddenRow, HiddenStatesMeta, encode
 from infra.manifest import Shard, StageRef
 from infra.training.config import TrainConfig
 from infra.training.data import Schedule, ShardStore, StepLoader, build_index
-from infra.training.feed import feed
+from infra.training.feed import Feed
 
 LAYER_IDS = (2, 18, 33, 36)
 HIDDEN_SIZE = 4096
@@ -92,7 +92,7 @@ def measure(stage_uri: str, workers: int) -> tuple[float, float]:
     # Checked anew, as in a process of its own.
     store.files.group += f" {workers}"
     seconds, num_tokens = [0.0, 0.0], [0, 0]
-    batches = feed(loader, 0, schedule.num_steps, torch.device("cpu"), workers)
+    batches = Feed(loader, torch.device("cpu"), workers).batches(0, schedule.num_steps)
     for pack in next(batches).packs:
         del pack
     began = time.perf_counter()

@@ -23,7 +23,7 @@ from infra.processes import GuardedProcess, process_token
 from infra.training.batch import PackedBatch
 from infra.training.config import TrainConfig
 from infra.training.data import Schedule, ShardStore, StepBatch, StepLoader, build_index
-from infra.training.feed import feed, input_workers
+from infra.training.feed import Feed, input_workers
 from infra.training.loop import Trainer
 from infra.training.pack_ring import PackLayout, PackRing
 from infra.training.progress import Meter, MetricsFile, parse
@@ -126,7 +126,7 @@ def _feed(workload: Workload, config: TrainConfig, encoding: str, steps: int) ->
     # Each feeding checks its shards, as a trainer that was just started does.
     store.files.group += f" {time.monotonic_ns()}"
     loader = StepLoader(store, Schedule(build_index(store, config), config), config, 0, 1)
-    return feed(loader, 0, steps, DEVICE, input_workers(config, DEVICE) or 2)
+    return Feed(loader, DEVICE, input_workers(config, DEVICE) or 2).batches(0, steps)
 
 
 @dataclass(frozen=True)
@@ -391,7 +391,7 @@ def train_as_rank(workload: Workload, distribution: str) -> None:
         trainer.metrics = MetricsFile(workload.folder / "metrics.jsonl")
     meter = Meter()
     steps = 3 * size.timed_steps
-    batches = feed(trainer.loader, 0, steps, ranks.device, input_workers(config, ranks.device))
+    batches = trainer.feed.batches(0, steps)
     for step, batch in enumerate(batches, 1):
         trainer.step = step
         trainer._train_step(batch, meter)

@@ -45,24 +45,36 @@ def input_workers(config: TrainConfig, device: torch.device) -> int:
     return max(1, min(MAX_DEFAULT_WORKERS, cores - TRAINER_CORES))
 
 
-def feed(loader: StepLoader, first: int, last: int, device: torch.device, workers: int) -> Iterator[StepBatch]:
-    """Batches of the steps [first, last), made ahead.
+class Feed:
+    """Makes batches ahead of the loop, once. Its processes start with it, before a model is compiled.
 
     Args:
         device: where the states of a pack are when it is handed over; its other tensors are on the CPU.
         workers: processes that make packs, 0 for a thread.
-
-    Returns:
-        Batches whose packs (first those of the step, then those of a validation) are gone through once, in order.
-        With workers, what a pack holds is overwritten after the next one was asked for.
-
-    Raises (from the iterator):
-        DamagedShard: a shard does not match its record.
-        InfrastructureError: an input process died, or the store did not answer.
     """
-    if workers == 0:
-        return _from_thread(loader, first, last)
-    return _from_processes(loader, first, last, device, workers)
+
+    def __init__(self, loader: StepLoader, device: torch.device, workers: int) -> None:
+        self._loader, self._device = loader, device
+        self._pool: InputPool | None = None
+        if workers:
+            meta = loader.store.read_unchecked(0, lambda file: file.meta)
+            widths = (len(meta.layer_ids) - 1) * meta.hidden_size, meta.hidden_size
+            self._pool = InputPool(loader.store, PackLayout(loader.config.total_seq_len, *widths), workers)
+
+    def batches(self, first: int, last: int) -> Generator[StepBatch, None, None]:
+        """Batches of the steps [first, last); what makes them ends with the generator.
+
+        Returns:
+            Batches whose packs (first those of the step, then those of a validation) are gone through once, in
+            order. With workers, what a pack holds is overwritten after the next one was asked for.
+
+        Raises (from the iterator):
+            DamagedShard: a shard does not match its record.
+            InfrastructureError: an input process died, or the store did not answer.
+        """
+        if self._pool is None:
+            return _from_thread(self._loader, first, last)
+        return _from_processes(self._loader, self._pool, first, last, self._device)
 
 
 def timed(packs: Iterable[PackedBatch], meter: Meter) -> Iterator[PackedBatch]:
@@ -76,7 +88,7 @@ def timed(packs: Iterable[PackedBatch], meter: Meter) -> Iterator[PackedBatch]:
         yield pack
 
 
-def _from_thread(loader: StepLoader, first: int, last: int) -> Iterator[StepBatch]:
+def _from_thread(loader: StepLoader, first: int, last: int) -> Generator[StepBatch, None, None]:
     queue: Queue[StepBatch | BaseException] = Queue(maxsize=PREFETCHED_STEPS)
 
     def make() -> None:
@@ -96,16 +108,14 @@ def _from_thread(loader: StepLoader, first: int, last: int) -> Iterator[StepBatc
 
 
 def _from_processes(
-    loader: StepLoader, first: int, last: int, device: torch.device, workers: int
-) -> Iterator[StepBatch]:
-    config, store = loader.config, loader.store
-    meta = store.read_unchecked(0, lambda file: file.meta)
-    layout = PackLayout(config.total_seq_len, (len(meta.layer_ids) - 1) * meta.hidden_size, meta.hidden_size)
-    ahead = ShardsAhead(loader, first, last, 2 * config.shuffle_window_shards)
+    loader: StepLoader, pool: InputPool, first: int, last: int, device: torch.device
+) -> Generator[StepBatch, None, None]:
+    ahead = ShardsAhead(loader, first, last, 2 * loader.config.shuffle_window_shards)
     with (
-        InputPool(store, layout, _jobs(loader, first, last), workers) as pool,
+        contextlib.closing(pool),
         contextlib.closing(_on_gpu(pool, device) if device.type == "cuda" else _on_cpu(pool)) as source,
     ):
+        pool.begin(_jobs(loader, first, last))
         for step in range(first, last):
             pool.check_ahead(ahead.at(step))
             packs = _Taken(source, len(loader.jobs(step)))

@@ -7,8 +7,7 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from infra.errors import DraftsmithError, InfrastructureError
 from infra.training.batch import PackedBatch
@@ -30,10 +29,9 @@ class MadePack(NamedTuple):
 
 
 class InputPool:
-    """Makes the packs of `jobs`, in order and as far ahead as there are slots. Use it as a context manager.
+    """Makes packs, in order and as far ahead as there are slots. Its processes start with it, and end by `close`.
 
     Args:
-        jobs: what is to be made; gone through only as far as there are slots.
         num_workers: processes that make packs; one more checks shards.
 
     Raises (from its methods):
@@ -41,34 +39,27 @@ class InputPool:
         InfrastructureError: a process has died.
     """
 
-    def __init__(self, store: ShardStore, layout: PackLayout, jobs: Iterator[PackJob], num_workers: int) -> None:
+    def __init__(self, store: ShardStore, layout: PackLayout, num_workers: int) -> None:
         self.ring = PackRing(layout, num_workers + SPARE_SLOTS)
-        self._store = store
-        self._jobs = jobs
-        self._num_workers = num_workers
+        self._jobs: Iterator[PackJob] = iter(())
         self._free = deque(range(self.ring.num_slots))
         self._in_order: deque[tuple[int, int]] = deque()  # number and slot of each pack that was not taken yet
         self._lengths: dict[int, tuple[int, ...]] = {}  # of those that are made, by number
         self._next_number = 0
         self._makers: list[_Child] = []
         self._checkers: list[_Child] = []
-
-    def __enter__(self) -> Self:
-        files = self._store.files
         try:
-            for _ in range(self._num_workers):
-                self._makers.append(_Child(make_packs, files, self._store.max_open, self.ring))
-            self._checkers.append(_Child(prepare_shards, files))
-            self._send_jobs()
+            for _ in range(num_workers):
+                self._makers.append(_Child(make_packs, store.files, store.max_open, self.ring))
+            self._checkers.append(_Child(prepare_shards, store.files))
         except BaseException:
             self.close()
             raise
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def begin(self, jobs: Iterator[PackJob]) -> None:
+        """Have these made; they are gone through only as far as there are slots."""
+        self._jobs = jobs
+        self._send_jobs()
 
     def close(self) -> None:
         """End the processes. The ring's memory is given back when no pack looks at it any more."""

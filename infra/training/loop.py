@@ -37,7 +37,7 @@ from infra.training.data import (
     index_to_json,
 )
 from infra.training.distribution import Distributed, whole
-from infra.training.feed import feed, input_workers, timed
+from infra.training.feed import Feed, input_workers, timed
 from infra.training.launch import check_batch
 from infra.training.optimizer import DraftOptimizer
 from infra.training.progress import Meter, MetricsFile, metrics_line, say
@@ -82,6 +82,7 @@ class Trainer:
         self.schedule = Schedule(self.index, config)
         refuse_without_validation(config, len(self.index), bool(self.schedule.validation))
         self.loader = StepLoader(store, self.schedule, config, ranks.rank, ranks.world)
+        self.feed = Feed(self.loader, ranks.device, input_workers(config, ranks.device))
         objective = algorithm(config).objective(spec, storage.get(spec.vocab_uri), cuda=ranks.cuda)
         some = range(min(EXPECTED_STEPS, self.schedule.num_steps))
         packs = [pack for step in some for pack in self.schedule.packs_of_step(step)]
@@ -130,8 +131,7 @@ class Trainer:
         first, last = self.step, self.schedule.num_steps
         if self._on_plateau():  # and was killed before it could end
             return "done"
-        device = self.ranks.device
-        batches = feed(self.loader, first, last, device, input_workers(self.config, device))
+        batches = self.feed.batches(first, last)
         meter = Meter()
         for self.step in range(first + 1, last + 1):
             with meter.waiting():

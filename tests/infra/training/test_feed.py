@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import psutil
@@ -26,7 +26,7 @@ from infra.training import pack_ring
 from infra.training.batch import PackedBatch
 from infra.training.config import TrainConfig
 from infra.training.data import Schedule, ShardStore, StepBatch, StepLoader, build_index, make_pack
-from infra.training.feed import feed, input_workers, timed
+from infra.training.feed import Feed, input_workers, timed
 from infra.training.input_worker import fill
 from infra.training.pack_ring import PackLayout, PackRing
 from infra.training.progress import Meter
@@ -54,14 +54,15 @@ def loader_of(root: str, config: TrainConfig = CONFIG, rank: int = 0, world: int
     return StepLoader(store, Schedule(build_index(store, config), config), config, rank, world)
 
 
-def seen(batches: Iterator[StepBatch]) -> list[tuple[object, ...]]:
+def seen(batches: Generator[StepBatch, None, None]) -> list[tuple[object, ...]]:
     """All that batches hold, in bytes."""
     found: list[tuple[object, ...]] = []
-    for batch in batches:
-        found.append((batch.num_loss_tokens, batch.num_tokens, len(batch.packs), len(batch.validation)))
-        for packs in (batch.packs, batch.validation):
-            for pack in packs:
-                found.append(content(pack))
+    with contextlib.closing(batches):  # what a pack raises does not end them
+        for batch in batches:
+            found.append((batch.num_loss_tokens, batch.num_tokens, len(batch.packs), len(batch.validation)))
+            for packs in (batch.packs, batch.validation):
+                for pack in packs:
+                    found.append(content(pack))
     return found
 
 
@@ -76,9 +77,9 @@ def content(pack: PackedBatch) -> tuple[object, ...]:
 @pytest.mark.seconds
 def test_processes_make_what_a_thread_makes(tmp_path: Path) -> None:
     loader = loader_of(str(tmp_path))
-    by_thread = seen(feed(loader, 2, 9, CPU, 0))
+    by_thread = seen(Feed(loader, CPU, 0).batches(2, 9))
     assert [entry[3] > 0 for entry in by_thread if len(entry) == 4] == [step in (3, 7, 8) for step in range(2, 9)]
-    assert seen(feed(loader, 2, 9, CPU, 2)) == by_thread
+    assert seen(Feed(loader, CPU, 2).batches(2, 9)) == by_thread
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -126,14 +127,14 @@ def test_uploads_give_their_slots_back(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(PackRing, "pin", lambda self: None)
     monkeypatch.setattr(feeding, "_on_cpu", lambda pool: feeding._on_gpu(pool, CPU))
     loader = loader_of(str(tmp_path))
-    assert seen(feed(loader, 0, 9, CPU, 1)) == seen(feed(loader, 0, 9, CPU, 0))
+    assert seen(Feed(loader, CPU, 1).batches(0, 9)) == seen(Feed(loader, CPU, 0).batches(0, 9))
 
 
 @pytest.mark.seconds
 def test_what_was_not_asked_for_is_passed_over(tmp_path: Path) -> None:
     loader = loader_of(str(tmp_path), CONFIG.model_copy(update={"num_steps": 4}))
-    expected = list(feed(loader, 0, 4, CPU, 0))
-    for batch, whole in zip(feed(loader, 0, 4, CPU, 1), expected, strict=True):
+    expected = list(Feed(loader, CPU, 0).batches(0, 4))
+    for batch, whole in zip(Feed(loader, CPU, 1).batches(0, 4), expected, strict=True):
         pack = next(iter(batch.packs))
         assert torch.equal(pack.hidden_states, next(iter(whole.packs)).hidden_states)
 
@@ -146,12 +147,12 @@ def test_a_shard_that_is_not_what_was_committed_ends_the_feeding(tmp_path: Path,
         data[len(data) // 2] ^= 1  # of a state: only the hash can tell
         path.write_bytes(data)
     with pytest.raises(DamagedShard, match="does not match its record"):
-        seen(feed(loader, 0, 9, CPU, workers))
+        seen(Feed(loader, CPU, workers).batches(0, 9))
 
 
 @pytest.mark.seconds
 def test_a_process_that_dies_is_told_of(tmp_path: Path) -> None:
-    batches = feed(loader_of(str(tmp_path)), 0, 9, CPU, 1)
+    batches = Feed(loader_of(str(tmp_path)), CPU, 1).batches(0, 9)
     next(batches)
     for child in multiprocessing.active_children():
         child.kill()
@@ -166,11 +167,11 @@ def test_no_process_outlives_its_trainer(tmp_path: Path) -> None:
         "import sys, time, torch\n"
         "from tests.infra.training.test_feed import CONFIG, CPU\n"
         "from infra.training.data import Schedule, ShardStore, StepLoader, build_index\n"
-        "from infra.training.feed import feed\n"
+        "from infra.training.feed import Feed\n"
         "if __name__ == '__main__':\n"
         "    store = ShardStore(sys.argv[1], 4)\n"
         "    loader = StepLoader(store, Schedule(build_index(store, CONFIG), CONFIG), CONFIG, 0, 1)\n"
-        "    batches = feed(loader, 0, 9, CPU, 2)\n"
+        "    batches = Feed(loader, CPU, 2).batches(0, 9)\n"
         "    next(batches)\n"
         "    print('fed', flush=True)\n"
         "    time.sleep(600)\n"
@@ -195,11 +196,13 @@ def test_no_process_outlives_its_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
-def test_processes_end_with_the_feeding(tmp_path: Path) -> None:
-    batches = feed(loader_of(str(tmp_path)), 0, 9, CPU, 1)
-    next(batches)
+def test_processes_start_with_the_feed_and_end_with_its_batches(tmp_path: Path) -> None:
+    feed = Feed(loader_of(str(tmp_path)), CPU, 1)
     workers = multiprocessing.active_children()
     assert len(workers) == 2  # one makes packs, one checks shards
+    batches = feed.batches(0, 9)
+    next(batches)
+    assert set(multiprocessing.active_children()) == set(workers)
     batches.close()
     assert not any(psutil.pid_exists(worker.pid) for worker in workers)
 
@@ -215,7 +218,7 @@ def test_the_ranks_of_a_process_group_check_a_shard_once(tmp_path: Path, monkeyp
     monkeypatch.setattr(manifest, "check_shard", counted)
     loaders = [loader_of(str(tmp_path), rank=rank, world=2) for rank in range(2)]
     for loader in loaders:
-        seen(feed(loader, 0, 3, CPU, 0))
+        seen(Feed(loader, CPU, 0).batches(0, 3))
     assert sorted(checked) == ["00000", "00001", "00002"]
     other = ShardStore(loaders[0].store.stage_uri, 2)
     other.files.group = "another run"
@@ -229,13 +232,13 @@ def test_shards_of_an_s3_root_are_fetched_into_a_bounded_folder(s3_root: str, tm
     largest = max(record.size_bytes for record in far.store.records)
     far.store.files.cache_bytes = 2 * largest
     far.store.max_open = 1
-    assert seen(feed(far, 0, 9, CPU, 0)) == seen(feed(near, 0, 9, CPU, 0))
+    assert seen(Feed(far, CPU, 0).batches(0, 9)) == seen(Feed(near, CPU, 0).batches(0, 9))
     copies = list((cache / "shards").glob("*.parquet"))
     assert 0 < sum(copy.stat().st_size for copy in copies) <= 2 * largest
-    assert seen(feed(far, 0, 9, CPU, 1)) == seen(feed(near, 0, 9, CPU, 0))
+    assert seen(Feed(far, CPU, 1).batches(0, 9)) == seen(Feed(near, CPU, 0).batches(0, 9))
     torn = next((cache / "shards").glob("*.parquet"))  # others may have taken the first ones' room
     torn.write_bytes(torn.read_bytes()[:-1])
-    assert seen(feed(far, 0, 9, CPU, 0)) == seen(feed(near, 0, 9, CPU, 0))
+    assert seen(Feed(far, CPU, 0).batches(0, 9)) == seen(Feed(near, CPU, 0).batches(0, 9))
 
 
 @pytest.mark.parametrize(("free", "kept"), [(10**9, 3), (200, 3), (199, 2), (75, 2), (74, 1)])
