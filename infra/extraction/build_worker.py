@@ -99,6 +99,8 @@ def main() -> None:
             order = hear()
             try:
                 say(_built(order, StateChecks(setup.checks, setup.meta, head), setup.meta, ask))
+            except (EOFError, BrokenPipeError):
+                raise  # the parent is gone
             except Exception as error:
                 traceback.print_exc()
                 say(Failure(f"{type(error).__name__}: {error}"))
