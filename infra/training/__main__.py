@@ -20,9 +20,7 @@ from infra import storage
 from infra.errors import DamagedShard, DraftsmithError, InputError
 from infra.redaction import redact_logs
 from infra.training.config import TrainSpec
-from infra.training.loop import Trainer
 from infra.training.progress import EXIT_RESUME, say
-from infra.training.ranks import Ranks
 
 
 def main(arguments: list[str]) -> int:
@@ -37,6 +35,10 @@ def main(arguments: list[str]) -> int:
     except (OSError, ValidationError, DraftsmithError) as error:
         say("failed", error_type="InputError", message=str(error))
         return 2
+    # Not above: the input processes import this module anew, and have no use for a compiler.
+    from infra.training.loop import Trainer
+    from infra.training.ranks import Ranks
+
     ranks = Ranks()
     try:
         trainer = Trainer(spec, ranks)

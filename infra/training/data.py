@@ -17,9 +17,8 @@ import torch
 
 from infra.fingerprint import sha256_hex
 from infra.hidden_states import EncodedSample
-from infra.training.batch import PackedBatch, concatenate
+from infra.training.batch import PackedBatch, align_sample, concatenate
 from infra.training.config import TrainConfig
-from infra.training.eagle3 import align_sample
 from infra.training.sample_index import IndexedSample, build_index, index_from_json, index_to_json
 from infra.training.shard_store import ShardStore
 

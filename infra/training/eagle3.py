@@ -28,23 +28,6 @@ logger = logging.getLogger("draftsmith.training")
 SUM_COLUMNS = ("loss", "rows", "correct", "total", "judged")
 
 
-def align_sample(
-    input_ids: Tensor, loss_mask: Tensor, aux_hidden_states: Tensor, verifier_last_hidden_states: Tensor
-) -> PackedBatch:
-    """Line a sample up for EAGLE-3: row t has the state of token t, token t+1, and the verifier's view of t+2."""
-    # What speculators.models.eagle3.data.shift_batch does (a test compares the two), in views: that package takes
-    # seconds and half a gigabyte to import, in each of the processes that read samples.
-    num_tokens = input_ids.shape[0]
-    return PackedBatch(
-        aux_hidden_states[:-1],
-        input_ids[1:],
-        loss_mask[1:],
-        torch.arange(1, num_tokens),
-        verifier_last_hidden_states[1:],
-        (max(0, num_tokens - 1),),
-    )
-
-
 @dataclass(frozen=True)
 class PreparedPack:
     """A packed batch with all that the host must work out of it before the device has it.

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from infra.training.algorithm import trainable_parameters
-from infra.training.batch import PackedBatch, concatenate
+from infra.training.batch import PackedBatch, align_sample, concatenate
 from infra.training.config import TrainConfig
-from infra.training.eagle3 import Eagle3Objective, align_sample
+from infra.training.eagle3 import Eagle3Objective
 from infra.training.eagle3_model import build_model
 from infra.training.losses import TargetDistribution, chunked_kl
 from tests.fakes.training_run import HIDDEN_SIZE, LAYER_IDS, random_rows, vocabulary, write_verifier

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.seconds
 RANK = """
 import sys, time
 import infra.training.__main__ as program
+import infra.training.loop as loop
 from infra.errors import InputError, StageFailed
 
 class Trainer:
@@ -27,7 +28,7 @@ class Trainer:
     def run(self):
         {ends}
 
-program.Trainer = Trainer
+loop.Trainer = Trainer
 sys.exit(program.main([{spec!r}]))
 """
 

@@ -196,6 +196,17 @@ def test_no_process_outlives_its_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
+def test_a_process_imports_no_compiler() -> None:
+    modules = (
+        "infra.training.__main__, infra.training.input_worker"  # a spawned process imports its parent's main module
+    )
+    command = [sys.executable, "-c", f"import sys, {modules}; print(*sys.modules)"]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "infra.training.data" in imported
+    assert {"torch._dynamo", "transformers", "speculators"}.isdisjoint(imported)
+
+
+@pytest.mark.seconds
 def test_processes_start_with_the_feed_and_end_with_its_batches(tmp_path: Path) -> None:
     feed = Feed(loader_of(str(tmp_path)), CPU, 1)
     workers = multiprocessing.active_children()
