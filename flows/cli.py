@@ -81,7 +81,7 @@ def _run(options: argparse.Namespace) -> int:
     config = _config(options)
     refuse_unfit(config, resolve(config), options.until)  # wrong input ends here, before anything is started
     check_root(config.root)
-    with prefect_api():
+    with prefect_api(meanwhile=_import_flows):
         from prefect.exceptions import TerminationSignal
 
         from flows.pipeline import speculator_pipeline
@@ -105,6 +105,11 @@ def _run(options: argparse.Namespace) -> int:
         print(outcome["promotion"])
     print(_headline(outcome) if "report" in outcome else f"run_report={outcome['run_report']}")
     return EXIT_DONE
+
+
+def _import_flows() -> None:
+    """Takes as many seconds as Prefect's server does to start."""
+    import flows.pipeline  # noqa: F401
 
 
 def _send_last_logs() -> None:

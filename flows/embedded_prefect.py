@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from infra.errors import InfrastructureError
@@ -33,7 +33,7 @@ SERVER_AUTH, CLIENT_AUTH = "PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_S
 
 
 @contextlib.contextmanager
-def prefect_api(*, services: bool = False) -> Iterator[str]:
+def prefect_api(*, services: bool = False, meanwhile: Callable[[], object] = lambda: None) -> Iterator[str]:
     """Make PREFECT_API_URL name a server that answers, and yield it. Call before Prefect is imported.
 
     The server of our own asks for PREFECT_SERVER_API_AUTH_STRING, or, where that is not set, for a password of its
@@ -41,6 +41,7 @@ def prefect_api(*, services: bool = False) -> Iterator[str]:
 
     Args:
         services: start the server's schedulers and automations too, which one run of ours has no use for.
+        meanwhile: called while the server starts, when its address is known and it does not answer yet.
 
     Raises:
         InfrastructureError: the embedded server did not come up.
@@ -63,19 +64,29 @@ def prefect_api(*, services: bool = False) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         with _alone(home):
             server = stack.enter_context(GuardedProcess.start(command, token=token, env=env, log_path=log))
+            stack.enter_context(_environment({"PREFECT_API_URL": url, CLIENT_AUTH: auth}))
+            meanwhile()
             _wait_until_healthy(url, server, log)
         where = SERVER_AUTH if os.environ.get(SERVER_AUTH) else home / PASSWORD_FILE
         logger.info(
             "Prefect's UI for this run: http://127.0.0.1:%d (password: in %s; ends with the run).", port, where
         )
-        before = os.environ.get(CLIENT_AUTH)
-        os.environ.update({"PREFECT_API_URL": url, CLIENT_AUTH: auth})
-        try:
-            yield url
-        finally:
-            del os.environ["PREFECT_API_URL"], os.environ[CLIENT_AUTH]
-            if before is not None:
-                os.environ[CLIENT_AUTH] = before
+        yield url
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """These variables set, and as they were afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -24,8 +24,9 @@ def test_the_embedded_server_serves_its_ui_and_ends(tmp_path: Path, monkeypatch:
     for name in ("PREFECT_API_URL", SERVER_AUTH, CLIENT_AUTH):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
-    with prefect_api() as url:
-        assert os.environ["PREFECT_API_URL"] == url
+    meanwhile: list[str] = []
+    with prefect_api(meanwhile=lambda: meanwhile.append(os.environ["PREFECT_API_URL"])) as url:
+        assert [os.environ["PREFECT_API_URL"]] == [url] == meanwhile
         with urllib.request.urlopen(f"{url.removesuffix('/api')}/ui-settings", timeout=30) as answer:
             settings = json.load(answer)
         assert settings["api_url"] == url, "the pages would ask another server"

@@ -276,7 +276,7 @@ def test_run_imports_no_prefect_before_there_is_a_server(tmp_path: Path) -> None
     code = (
         "import sys\n"
         "import flows.embedded_prefect\n"
-        "def nothing():\n"
+        "def nothing(**_):\n"
         "    sys.exit(f'prefect imported: {\"prefect\" in sys.modules}')\n"
         "flows.embedded_prefect.prefect_api = nothing\n"
         "from flows.cli import main\n"

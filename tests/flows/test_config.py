@@ -142,7 +142,7 @@ WRONG_FIELDS = [
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+    def refuse(**_: object) -> None:
         raise AssertionError("a Prefect server was started for a config that is wrong")
 
     monkeypatch.setattr(embedded_prefect, "prefect_api", refuse)
