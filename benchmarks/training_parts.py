@@ -43,7 +43,9 @@ PEER_WORKERS, PEER_PREFETCH = 12, 2
 
 @functools.cache
 def our_trainer(workload: Workload) -> Trainer:
-    return Trainer(workload.spec(config_of(workload.size)), Ranks())
+    trainer = Trainer(workload.spec(config_of(workload.size)), Ranks())
+    list(trainer.feed.batches(0, 0))  # ends its input processes: what it is fed here is made by others
+    return trainer
 
 
 def resident_rate(workload: Workload) -> float:

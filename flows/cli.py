@@ -108,7 +108,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _import_flows() -> None:
-    """Takes as many seconds as Prefect's server does to start."""
+    """Takes seconds, as the start of Prefect's server does."""
     import flows.pipeline  # noqa: F401
 
 

@@ -225,7 +225,8 @@ class _Builder:
             code = self._process.wait(END_SECONDS)
         except TimeoutError:
             return self._failed("closed its output")
-        return self._failed(f"ended with code {code}" + (" (killed for want of memory?)" * (code == EXIT_KILLED)))
+        why = " (killed for want of memory?)" if code == EXIT_KILLED else ""
+        return self._failed(f"ended with code {code}{why}")
 
     def _failed(self, how: str) -> InfrastructureError:
         lines = "".join(f"\n    {line}" for line in log_tail(self._log_path, offset=self._process.log_offset))
